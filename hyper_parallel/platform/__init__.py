@@ -1,0 +1,1 @@
+"""One package per framework that the clip runs under."""

@@ -1,0 +1,14 @@
+"""The public names for torch; everything else in this package may change."""
+
+from .clip_grad import NormReducer, clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from .clip_result import ClipResult
+from .exchange import reduction_group
+
+__all__ = [
+    "ClipResult",
+    "NormReducer",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "get_total_norm",
+    "reduction_group",
+]

@@ -1,0 +1,342 @@
+"""Gradient clipping over sharded parameters whose gradients may live on the host.
+
+The public functions, with torch's signatures, and `NormReducer`, whose `clip_` is the pipeline:
+collect, measure, pack, move and reduce, finish, scale. No arithmetic here: it is in the module
+that each step names.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .clip_request import NOTHING_ASKED, ClipRequest
+from .clip_result import ClipResult, Copies, NonfiniteGradient, Stopwatch
+from .exchange import resolve_group
+from .failure import LocalFailure, raise_mismatch, raise_nonfinite, raise_together
+from .finish import clip_coefficient, round_norm, sum_totals
+from .grad_shards import ParameterList, collect_grad_shards, rank_sets_of
+from .norm_reducer import ReducedLanes, extend_layout, reduce_lanes
+from .partial_norms import measure, scale_
+from .wire_format import Votes, WireFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    import torch.distributed as dist
+
+    from .exchange import ReductionGroup
+    from .grad_shards import GradShard
+    from .lanes import RankSet
+    from .wire_format import PartialNorm
+
+    Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
+
+__all__ = ["NormReducer", "clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
+
+
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+    foreach: bool | None = None,  # noqa: FBT001
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Clip the norm of all gradients taken as one vector, in place, and return that norm.
+
+    The coefficient is min(1, max_norm / (total_norm + 1e-6)), as in torch.nn.utils, whose function
+    this replaces. The norm is that of the whole model, whatever mix of meshes its DTensors live
+    on and wherever their shards are: one all-reduce over `group`, with one copy up and one down
+    if the group cannot reduce CPU tensors.
+
+    Args:
+        parameters: A module (errors then use its names), a tensor or an iterable of tensors. Of
+            each, `main_grad` if it has one, else `grad`; float32, bfloat16, float16, float64 or
+            complex; on the host or a device; strided or sparse COO. One listed twice counts once.
+        max_norm: Largest norm; 0 or more. With inf the gradients are measured only.
+        norm_type: Any p >= 0, inf or -inf; 0 counts nonzero elements.
+        error_if_nonfinite: Raise if the norm is NaN or infinite, before any gradient is changed.
+        foreach: False for plain operators, one tensor at a time; else multi-tensor kernels.
+        group: Ranks to reduce over; the default group if None. Pass `reduction_group(mesh)` if some
+            ranks of the default group do not train this model.
+
+    Returns:
+        The total norm before clipping: 0-dim, float32 (float64 if any gradient in the group is),
+        never a DTensor, correctly rounded for p = 2, 1, inf. On the CPU if all of this rank's
+        gradients are, else on their device. The norm of nothing is 0 (for -inf: inf).
+
+    Ranks: all of `group`, if any of the parameters is a DTensor or `group` is given; else none is
+    asked, as in torch. If a filter may leave a rank without any DTensor, use `NormReducer(model)`.
+
+    Raises:
+        ValueError: If max_norm is negative or NaN, norm_type is NaN or finite negative, or ranks
+            ask for different clips; if no backend of the group can be used, or it lacks this rank.
+        TypeError: If a gradient is Partial, quantized, meta, or cannot be written in place.
+        RuntimeError: If the norm is not finite and error_if_nonfinite, or the reduction fails.
+            All on every rank alike, naming ranks and parameters, with no gradient changed.
+    """
+    listed = ParameterList(parameters)
+    asked = (max_norm, norm_type, error_if_nonfinite)
+    return _clip(_group_for(listed, group), lambda: listed, asked, foreach=foreach).total_norm
+
+
+def get_total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+    foreach: bool | None = None,  # noqa: FBT001
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Return the norm of all tensors taken as one vector, as `clip_grad_norm_` would.
+
+    Args:
+        tensors: Gradients, not parameters.
+        norm_type: See `clip_grad_norm_`, as for all that follow.
+        error_if_nonfinite: See there.
+        foreach: See there.
+        group: See there.
+
+    Ranks: all of `group`, if any of the tensors is a DTensor or `group` is given.
+
+    Raises:
+        ValueError: See `clip_grad_norm_`, as for the others.
+        TypeError: See there.
+        RuntimeError: See there.
+    """
+    listed = ParameterList(tensors, are_gradients=True)
+    asked = (math.inf, norm_type, error_if_nonfinite)
+    return _clip(_group_for(listed, group), lambda: listed, asked, foreach=foreach).total_norm
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(
+    parameters: Parameters,
+    max_norm: float,
+    total_norm: torch.Tensor,
+    foreach: bool | None = None,  # noqa: FBT001 - torch's signature
+) -> None:
+    """Scale gradients in place by min(1, max_norm / (total_norm + 1e-6)).
+
+    Args:
+        parameters: See `clip_grad_norm_`.
+        max_norm: See there.
+        total_norm: 0-dim, as `get_total_norm` returns it; a DTensor is gathered first.
+        foreach: See there.
+
+    Ranks: none is asked, unless `total_norm` is a DTensor: then all of its mesh.
+    Sync: one if `total_norm` is on a device.
+
+    Raises:
+        ValueError: If max_norm is negative or NaN.
+        TypeError: If a gradient cannot be scaled; no gradient is changed.
+    """
+    limit = ClipRequest.validated(max_norm).max_norm
+    shards = collect_grad_shards(ParameterList(parameters))
+    if isinstance(total_norm, DTensor):
+        total_norm = total_norm.full_tensor()
+    wide = torch.float64 if total_norm.dtype == torch.float64 else torch.float32
+    coef = float(clip_coefficient(total_norm.to("cpu", wide), limit))
+    if coef != 1.0:
+        scale_([shard.local for shard in shards], coef, foreach=foreach is not False)
+
+
+class NormReducer:
+    """Clips one model over one group, and tells more of it than `clip_grad_norm_` does.
+
+    Unlike the function it always reduces over its group, so that a parameter list from which a
+    filter dropped every DTensor on some rank cannot leave the others waiting.
+
+    Args:
+        model: If given, the group's ranks agree on its rank sets here, so that the first clip costs
+            what every clip costs, and errors name its parameters.
+        group: Ranks to reduce over; the default group if None.
+
+    Ranks: all of the group construct it, if `model` is given.
+
+    Raises:
+        ValueError: If the group lacks this rank or has no usable backend, or gradients are sharded
+            over ranks outside it.
+        RuntimeError: If a rank does not come before the group's timeout; names it.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module | None = None, *, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._group = resolve_group(group)
+        self._names: Mapping[int, str] = {}
+        if model is not None:
+            listed = ParameterList(model)
+            self._names = listed.names
+            if self._group is not None:
+                extend_layout(self._group, rank_sets_of(listed))
+
+    def clip_(
+        self,
+        parameters: Parameters,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> ClipResult:
+        """Clip as `clip_grad_norm_` does; see there for arguments and errors.
+
+        Ranks: all of the group.
+        """
+        asked = (max_norm, norm_type, error_if_nonfinite)
+        return _clip(
+            self._group, lambda: ParameterList(parameters, self._names), asked, foreach=foreach
+        )
+
+
+def _group_for(listed: ParameterList, group: dist.ProcessGroup | None) -> ReductionGroup | None:
+    """Return the group to reduce over; a list without any DTensor is local, as in torch."""
+    return resolve_group(group) if group is not None or listed.has_dtensor() else None
+
+
+@torch.no_grad()
+def _clip(
+    group: ReductionGroup | None,
+    list_parameters: Callable[[], ParameterList],
+    asked: tuple[float, float, bool],
+    *,
+    foreach: bool | None,
+) -> ClipResult:
+    """The six steps. What fails on this rank before the reduce, all ranks raise after it."""
+    stopwatch = Stopwatch()
+    cost_before = group.copies if group else Copies()
+    request, listed = NOTHING_ASKED, ParameterList([])
+    shards: list[GradShard] = []
+    partials: list[PartialNorm] = []
+    fetched = Copies()
+
+    with LocalFailure() as failure:
+        # 1. Collect: parameters to gradient shards with their rank sets.
+        request = ClipRequest.validated(*asked)
+        listed = list_parameters()
+        shards = collect_grad_shards(listed, writable=request.changes_gradients)
+        _validate_reach(group, shards)
+        stopwatch.lap("collect")
+
+        # 2. Measure: one pass over the shards.
+        partials, fetched = measure([shard.local for shard in shards], request.norm_type)
+        stopwatch.lap("measure")
+
+    # 3. Pack: one partial norm per rank set, and this rank's votes.
+    wire = WireFormat(group.size if group else 1, request.norm_type)
+    by_rank_set = _combine_by_rank_set(shards, partials, wire)
+    votes = _vote(shards, partials, failure)
+
+    # 4. Move and reduce: one copy up, one all-reduce, one copy down.
+    reduced = ReducedLanes(votes, {})
+    if group is not None:
+        sharded = {rank_set: partial for rank_set, partial in by_rank_set.items() if rank_set}
+        reduced = reduce_lanes(group, sharded, votes, wire, request.stamp)
+    nonfinite = _name_nonfinite(shards, partials, listed)
+    agreed = _settle(group, reduced.votes, request, failure, nonfinite)
+    stopwatch.lap("reduce")
+
+    # 5. Finish: own lanes and unsharded gradients to the norm, rounded once.
+    totals = dict(reduced.totals)
+    if () in by_rank_set:
+        totals[()] = wire.to_total(by_rank_set[()])
+    dtype = torch.float64 if agreed.float64_gradient else torch.float32
+    total_norm = round_norm(
+        sum_totals(totals.values(), request.norm_type), request.norm_type, dtype
+    )
+    if request.error_if_nonfinite and total_norm.isinf() and totals:
+        raise_nonfinite(None, request.norm_type, nonfinite)  # finite gradients, infinite norm
+    coef = clip_coefficient(total_norm, request.max_norm)
+    stopwatch.lap("finish")
+
+    # 6. Scale: not at all where the coefficient is 1.
+    if coef != 1.0:
+        scale_([shard.local for shard in shards], float(coef), foreach=foreach is not False)
+    stopwatch.lap("scale")
+
+    device = _result_device(shards)
+    moved = Copies() if device.type == "cpu" else Copies(h2d=1, host_syncs=1)
+    reduce_cost = group.copies - cost_before if group else Copies()
+    return ClipResult(
+        total_norm=total_norm.to(device),
+        clip_coef=coef,
+        local_norm=round_norm(wire.to_total(wire.combine(partials)), request.norm_type, dtype),
+        norms_by_rank_set={
+            rank_set: round_norm(total, request.norm_type, dtype)
+            for rank_set, total in totals.items()
+        },
+        nonfinite=nonfinite,
+        copies=fetched + reduce_cost + moved,
+        timings=stopwatch.laps,
+    )
+
+
+def _validate_reach(group: ReductionGroup | None, shards: list[GradShard]) -> None:
+    """Check that somebody is there to reduce with, if gradients are sharded."""
+    if group is None and any(shard.rank_set for shard in shards):
+        raise ValueError(
+            "gradients are sharded over several ranks, but there is no process group of more than "
+            "one rank to reduce their norm over; initialize torch.distributed before clipping and "
+            "pass a group= that holds all ranks of their mesh"
+        )
+
+
+def _combine_by_rank_set(
+    shards: list[GradShard], partials: list[PartialNorm], wire: WireFormat
+) -> dict[RankSet, PartialNorm]:
+    grouped: dict[RankSet, list[PartialNorm]] = {}
+    for shard, partial in zip(shards, partials, strict=False):
+        grouped.setdefault(shard.rank_set, []).append(partial)
+    return {rank_set: wire.combine(members) for rank_set, members in grouped.items()}
+
+
+def _vote(shards: list[GradShard], partials: list[PartialNorm], failure: LocalFailure) -> Votes:
+    return Votes(
+        error=failure.error is not None,
+        nonfinite=any(partial.num_nan or partial.num_inf for partial in partials),
+        float64_gradient=any(
+            shard.local.dtype in (torch.float64, torch.complex128) for shard in shards
+        ),
+    )
+
+
+def _name_nonfinite(
+    shards: list[GradShard], partials: list[PartialNorm], listed: ParameterList
+) -> tuple[NonfiniteGradient, ...]:
+    return tuple(
+        NonfiniteGradient(listed.describe(shard.position), partial.num_nan, partial.num_inf)
+        for shard, partial in zip(shards, partials, strict=False)
+        if partial.num_nan or partial.num_inf
+    )
+
+
+def _settle(
+    group: ReductionGroup | None,
+    votes: Votes | None,
+    request: ClipRequest,
+    failure: LocalFailure,
+    nonfinite: tuple[NonfiniteGradient, ...],
+) -> Votes:
+    """Return the group's votes, or raise on all ranks what they call for.
+
+    Every branch hangs on votes and request, which are the same on all ranks.
+    """
+    if votes is None and group is not None:
+        raise_mismatch(group, str(request), failure.error)
+    if votes is None or votes.error:
+        raise_together(group, failure.error)
+    if votes.nonfinite and request.error_if_nonfinite:
+        raise_nonfinite(group, request.norm_type, nonfinite)
+    return votes
+
+
+def _result_device(shards: list[GradShard]) -> torch.device:
+    """Return the CPU if all of this rank's gradients are there, else their accelerator."""
+    devices = (shard.local.device for shard in shards)
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

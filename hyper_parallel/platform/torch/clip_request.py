@@ -1,0 +1,61 @@
+"""What a clip was asked to do, checked; all ranks of a group must ask alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .wire_format import fingerprint
+
+__all__ = ["NOTHING_ASKED", "ClipRequest"]
+
+
+@dataclass(frozen=True)
+class ClipRequest:
+    """The arguments that decide what the ranks of a group compute together.
+
+    Attributes:
+        max_norm: 0 or more; inf to measure only.
+        norm_type: Any p >= 0, inf or -inf.
+        error_if_nonfinite: Whether to raise if the norm is NaN or infinite.
+    """
+
+    max_norm: float
+    norm_type: float
+    error_if_nonfinite: bool
+
+    @classmethod
+    def validated(
+        cls,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - the order of torch's arguments
+    ) -> ClipRequest:
+        """Check what the user passed.
+
+        Raises:
+            ValueError: With the offending value and the remedy.
+        """
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        if not max_norm >= 0:
+            raise ValueError(
+                f"expected max_norm >= 0, got {max_norm}, which would turn the signs of the "
+                "gradients or lose them; pass math.inf to measure only"
+            )
+        if not (norm_type >= 0 or norm_type == -math.inf):
+            raise ValueError(f"expected norm_type >= 0, inf or -inf, got {norm_type}")
+        return cls(max_norm, norm_type, bool(error_if_nonfinite))
+
+    @property
+    def changes_gradients(self) -> bool:
+        """Whether gradients are scaled, and not only measured."""
+        return self.max_norm < math.inf
+
+    @property
+    def stamp(self) -> int:
+        """60 bits that differ between ranks that ask for different clips."""
+        return fingerprint(self.max_norm, self.norm_type, float(self.error_if_nonfinite))
+
+
+NOTHING_ASKED = ClipRequest(math.inf, 2.0, error_if_nonfinite=False)
+"""Stands in on a rank that failed before it knew what it was asked for."""

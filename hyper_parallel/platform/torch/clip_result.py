@@ -1,0 +1,85 @@
+"""What a clip tells: the norm, the coefficient, where they came from and what they cost."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from .lanes import RankSet
+
+__all__ = ["ClipResult", "Copies", "NonfiniteGradient", "Stopwatch"]
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Transfers between host and device, collectives, and waits of the host, counted."""
+
+    h2d: int = 0
+    collectives: int = 0
+    d2h: int = 0
+    host_syncs: int = 0
+
+    def __add__(self, other: Copies) -> Copies:
+        return Copies(
+            self.h2d + other.h2d,
+            self.collectives + other.collectives,
+            self.d2h + other.d2h,
+            self.host_syncs + other.host_syncs,
+        )
+
+    def __sub__(self, other: Copies) -> Copies:
+        return self + Copies(-other.h2d, -other.collectives, -other.d2h, -other.host_syncs)
+
+
+@dataclass(frozen=True)
+class NonfiniteGradient:
+    """A gradient shard of this rank that makes the total norm NaN or infinite."""
+
+    name: str
+    num_nan: int
+    num_inf: int
+
+
+@dataclass(frozen=True)
+class ClipResult:
+    """The outcome of one clip on this rank.
+
+    Attributes:
+        total_norm: 0-dim, float32, or float64 if any gradient in the group is; on the CPU if all
+            of this rank's gradients are, else on the accelerator. Equal on all ranks that read the
+            same lanes.
+        clip_coef: 0-dim on the CPU, same dtype: what the gradients were multiplied by.
+        local_norm: 0-dim on the CPU, same dtype: the norm of this rank's own shards.
+        norms_by_rank_set: The norm over each rank set that contains this rank, 0-dim on the CPU.
+        nonfinite: This rank's gradients with NaN or infinite elements.
+        copies: What this clip cost, exchanges at a group's first included.
+        timings: Seconds of host time per step: collect, measure, reduce, finish, scale.
+    """
+
+    total_norm: torch.Tensor
+    clip_coef: torch.Tensor
+    local_norm: torch.Tensor
+    norms_by_rank_set: Mapping[RankSet, torch.Tensor]
+    nonfinite: tuple[NonfiniteGradient, ...] = ()
+    copies: Copies = field(default_factory=Copies)
+    timings: Mapping[str, float] = field(default_factory=dict)
+
+
+class Stopwatch:
+    """Host seconds from lap to lap."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Store the seconds since the last lap under `name`."""
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now

@@ -1,0 +1,196 @@
+"""Partial norms of all ranks to lane totals: one copy up, one all-reduce, one copy down.
+
+The only module that talks to a process group in every clip.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from .clip_result import Copies
+from .lanes import agree, forget, known_layout
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Iterable, Mapping
+
+    from .exchange import ReductionGroup
+    from .finish import LaneTotal
+    from .lanes import Layout, RankSet
+    from .wire_format import PartialNorm, Votes, WireFormat
+
+__all__ = ["ReducedLanes", "StagingBuffer", "extend_layout", "reduce_lanes"]
+
+
+@dataclass(frozen=True)
+class ReducedLanes:
+    """What a rank reads after the reduce.
+
+    Attributes:
+        votes: The group's, or None if some rank asked for another clip than this one.
+        totals: One per rank set of the group's layout that contains this rank.
+    """
+
+    votes: Votes | None
+    totals: Mapping[RankSet, LaneTotal]
+
+
+class StagingBuffer:
+    """The host buffer that holds header and lanes, pinned, and its twin on the device.
+
+    Where the group reduces CPU tensors the two are one, and nothing is copied. The host buffer is
+    free to be rewritten whenever `reduce` has returned: the copy down is behind the copy up on the
+    same stream, and has been waited for.
+
+    Args:
+        numel: Floats in the buffer.
+        device: The group's.
+    """
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.numel = numel
+        self._on_host = device.type == "cpu"
+        self._host = torch.empty(numel, dtype=torch.float32, pin_memory=not self._on_host)
+        self._device = self._host if self._on_host else torch.empty_like(self._host, device=device)
+
+    def reduce(self, packed: array[float], op: str, group: dist.ProcessGroup) -> torch.Tensor:
+        """Reduce one rank's buffer over `group`; return the result, [numel] float32 on the host.
+
+        Sync: one event, unless the group reduces CPU tensors.
+        """
+        reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        self._host.copy_(torch.frombuffer(packed, dtype=torch.float32))
+        if self._on_host:
+            dist.all_reduce(self._host, op=reduce_op, group=group)
+            return self._host
+        self._device.copy_(self._host, non_blocking=True)
+        dist.all_reduce(self._device, op=reduce_op, group=group)
+        self._host.copy_(self._device, non_blocking=True)
+        arrived = torch.get_device_module(self._device.device).Event()
+        arrived.record()
+        arrived.synchronize()
+        return self._host
+
+    @property
+    def copies(self) -> Copies:
+        """What one `reduce` costs."""
+        moves = 0 if self._on_host else 1
+        return Copies(h2d=moves, collectives=1, d2h=moves, host_syncs=moves)
+
+
+def extend_layout(group: ReductionGroup, rank_sets: Iterable[RankSet]) -> Layout:
+    """Agree on a layout that has a lane for each of `rank_sets`; the first time, meet before.
+
+    Args:
+        group: The group.
+        rank_sets: What this rank holds.
+
+    Ranks: all of the group.
+    """
+    if known_layout(group) is None:
+        group.meet()
+    return agree(group, rank_sets)
+
+
+def reduce_lanes(
+    group: ReductionGroup,
+    partials: Mapping[RankSet, PartialNorm],
+    votes: Votes,
+    wire: WireFormat,
+    stamp: int,
+) -> ReducedLanes:
+    """Reduce every rank's partial norms over the group.
+
+    Args:
+        group: The group. Its layout is agreed here the first time, and grown when the header says
+            that some rank met a new rank set.
+        partials: This rank's partial norm per rank set; a rank set without any may be missing.
+        votes: This rank's; `new_rank_set` is filled in here.
+        wire: The format, for the group's size.
+        stamp: `wire_format.fingerprint` of what all ranks must have asked for alike.
+
+    Ranks: all of the group.
+
+    Raises:
+        ValueError: On every rank, if a rank set has members outside the group.
+        RuntimeError: If a collective fails. The layout is forgotten, and the buffer dropped, in
+            which a copy may still be under way.
+    """
+    try:
+        layout = known_layout(group) or extend_layout(group, partials)
+        reduced = _reduce_once(group, layout, partials, votes, wire, stamp)
+        # Every branch here hangs on the header, which is the same on all ranks.
+        if reduced.votes and reduced.votes.new_rank_set and not reduced.votes.error:
+            layout = extend_layout(group, partials)
+            reduced = _reduce_once(group, layout, partials, votes, wire, stamp)
+        if reduced.votes and reduced.votes.float64_gradient and wire.op == "max":
+            reduced = _refine_extrema(group, layout, partials, reduced, wire)
+    except ValueError:
+        raise
+    except Exception as error:
+        forget(group)
+        group.memory.pop("staging", None)
+        raise RuntimeError(
+            f"rank {group.rank}: the reduction of the gradient norm failed; no gradient was "
+            f"changed: {error}"
+        ) from error
+    return reduced
+
+
+def _reduce_once(
+    group: ReductionGroup,
+    layout: Layout,
+    partials: Mapping[RankSet, PartialNorm],
+    votes: Votes,
+    wire: WireFormat,
+    stamp: int,
+) -> ReducedLanes:
+    """Steps 3 and 4 of a clip: pack, move, reduce, read the header and the own lanes."""
+    votes = replace(votes, new_rank_set=any(s not in layout.lane_of for s in partials))
+    packed = wire.pack(votes, stamp, [partials.get(s) for s in layout.lane_of])
+    staging: StagingBuffer | None = group.memory.get("staging")
+    if staging is None or staging.numel != len(packed):
+        staging = group.memory["staging"] = StagingBuffer(len(packed), group.device)
+    buffer = staging.reduce(packed, wire.op, group.group)
+    group.copies += staging.copies
+    header = wire.decode_header(buffer[: wire.header_numel].tolist(), stamp)
+    lanes = buffer[wire.header_numel :].view(-1, wire.lane_numel)
+    totals = {
+        rank_set: wire.decode(lanes[layout.lane_of[rank_set]].tolist())
+        for rank_set in layout.own_rank_sets
+    }
+    return ReducedLanes(header, totals)
+
+
+def _refine_extrema(
+    group: ReductionGroup,
+    layout: Layout,
+    partials: Mapping[RankSet, PartialNorm],
+    reduced: ReducedLanes,
+    wire: WireFormat,
+) -> ReducedLanes:
+    """Replace extrema that float32 lanes rounded by exact ones: a float64 gradient is about.
+
+    The bit patterns of non-negative float64 numbers are ordered as the numbers are.
+    """
+    identity = wire.combine([])
+    values = [partials.get(rank_set, identity).value for rank_set in layout.lane_of]
+    rows = group.gather_ints([_bit_pattern(value) for value in values])
+    pick = max if wire.norm_type > 0 else min
+    totals = {}
+    for rank_set, total in reduced.totals.items():
+        pattern = pick(row[layout.lane_of[rank_set]] for row in rows)
+        totals[rank_set] = replace(
+            total, extremum=struct.unpack("<d", struct.pack("<q", pattern))[0]
+        )
+    return replace(reduced, totals=totals)
+
+
+def _bit_pattern(value: float) -> int:
+    pattern: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return pattern

@@ -1,0 +1,84 @@
+"""The only place that touches names which torch does not promise to keep.
+
+Each function says which torch versions it was read in, so that a rename upstream is mended here.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "KeyValueStore",
+    "all_gather_rows",
+    "foreach_mul_",
+    "group_store",
+    "group_timeout",
+    "is_sharded",
+]
+
+
+class KeyValueStore(Protocol):
+    """What we use of `torch.distributed.Store`, whose class torch's own stubs do not export."""
+
+    timeout: datetime.timedelta
+
+    def set(self, key: str, value: str, /) -> None:
+        """Store a value."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter and return it."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Tell whether all keys are set."""
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> None:
+        """Wait for all keys; RuntimeError at the timeout."""
+
+
+def is_sharded(placement: Placement) -> bool:
+    """Tell whether a mesh dim with this placement holds different elements on each rank.
+
+    `_StridedShard` (FSDP2 over TP or EP) is a `Shard` in torch 2.9 and is none in 2.13, where its
+    `is_shard()` is False too.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, (Shard, _StridedShard))
+
+
+def all_gather_rows(output: torch.Tensor, row: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Gather the equally long `row` of every rank into `output`, in group order.
+
+    `all_gather_into_tensor` until torch 2.12, deprecated for `all_gather_single` in 2.13.
+    """
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, row, group=group)
+
+
+def group_store(group: dist.ProcessGroup) -> KeyValueStore:
+    """Return the key-value store that the ranks of `group` share (torch 2.9 to 2.13)."""
+    from torch.distributed.distributed_c10d import _get_process_group_store
+
+    return cast("KeyValueStore", _get_process_group_store(group))
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta:
+    """Return the timeout of the group's backend for `device`, else that of its store."""
+    options = getattr(group._get_backend(device), "options", None)  # noqa: SLF001
+    timeout = getattr(options, "_timeout", None) or group_store(group).timeout
+    assert isinstance(timeout, datetime.timedelta)  # noqa: S101
+    return timeout
+
+
+def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply tensors of one device and dtype in place, in one kernel where there is one."""
+    torch._foreach_mul_(list(tensors), factor)

@@ -1,0 +1,133 @@
+"""The commands that people type, in processes of their own."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL_MODEL = "model: {dim: 16, num_layers: 1, num_heads: 2, mlp_dim: 16, expert_dim: 16}\n"
+STEP_LINE = re.compile(
+    r"step +(\d+)/\d+  loss \d+\.\d+  grad norm \S+  clip coef \d\.\d+  \d+ tokens/s"
+    r"  clip: h2d (\d+), collectives (\d+), d2h (\d+), host_syncs (\d+)"
+)
+
+
+def write_config(folder: Path, text: str) -> str:
+    path = folder / "config.yaml"
+    path.write_text(SMALL_MODEL + text)
+    return str(path)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+def test_gloo_trains_on_the_cpu_without_copies(tmp_path):
+    text = """
+training: {steps: 3, backend: gloo, batch_size: 1, seq_len: 16}
+accelerator: {ep_size: 2}
+fsdp_config: {dp_shard_size: 2}
+"""
+    done = run("hyper_parallel.trainer", write_config(tmp_path, text))
+    assert done.returncode == 0, done.stderr
+    assert "simulated" not in done.stdout
+    assert STEP_LINE.findall(done.stdout) == [(step, "0", "1", "0", "0") for step in "123"]
+
+
+@pytest.mark.simnpu
+def test_torchrun_ranks_train_on_the_simulated_npu(tmp_path):
+    text = """
+training: {steps: 2, batch_size: 1, seq_len: 16}
+fsdp_config: {dp_shard_size: 2, enable_offload: true}
+"""
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    done = run(*launcher, "hyper_parallel.trainer", write_config(tmp_path, text))
+    assert done.returncode == 0, done.stderr
+    assert "simulated" in done.stdout
+    assert STEP_LINE.findall(done.stdout) == [(step, "1", "1", "1", "1") for step in "12"]
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("training: {stepz: 3}", "training.stepz"),
+        ("training: {steps: three}", "training.steps"),
+        ("accelerator: {ep_size: 2}", "accelerator.ep_size"),
+        ("data: {max_bytes: 5}", "data.max_bytes"),
+    ],
+    ids=["unknown", "wrong-type", "contradictory", "too-little-text"],
+)
+def test_config_error_names_the_key_and_starts_no_rank(tmp_path, text, key):
+    done = run("hyper_parallel.trainer", write_config(tmp_path, text))
+    assert done.returncode == 2
+    assert key in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "starting" not in done.stdout
+
+
+def test_sigterm_ends_the_ranks_too(tmp_path):
+    text = "training: {steps: 1000000, backend: gloo}\nfsdp_config: {dp_shard_size: 2}\n"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hyper_parallel.trainer", write_config(tmp_path, text)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        while "step" not in process.stdout.readline():
+            assert process.poll() is None
+        process.terminate()
+        assert process.wait(timeout=20) == 128 + signal.SIGTERM
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)  # nobody of its process group is left
+    finally:
+        process.stdout.close()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.mark.simnpu
+def test_demo_reports_what_it_measured_on_the_last_line(tmp_path):
+    text = """
+training: {steps: 6, batch_size: 2, seq_len: 16, lr: 0.01, max_grad_norm: 0.01}
+accelerator: {tp_size: 2, ep_size: 2}
+fsdp_config: {dp_shard_size: 2, enable_offload: true}
+"""
+    done = run("hyper_parallel.trainer.demo", write_config(tmp_path, text))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report.pop("loss_last") < report.pop("loss_first")
+    assert report == {
+        "ranks": 4,
+        "steps": 6,
+        "clip": {"h2d": 1, "collectives": 1, "d2h": 1, "host_syncs": 1},
+        "offload_equals_resident": True,
+        "torch_clip_error": "No backend type associated with device type cpu",
+    }
+
+
+@pytest.mark.simnpu
+def test_demo_that_does_not_clip_does_not_claim_equality(tmp_path):
+    text = """
+training: {steps: 1, batch_size: 1, seq_len: 16, max_grad_norm: 1.0e+6}
+fsdp_config: {dp_shard_size: 1, enable_offload: true}
+"""
+    done = run("hyper_parallel.trainer.demo", write_config(tmp_path, text))
+    assert done.returncode == 1
+    assert "not clipped" in done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["offload_equals_resident"] is False

@@ -1,0 +1,67 @@
+import multiprocessing
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.trainer.config import Config, ConfigError, parse_config
+from hyper_parallel.trainer.launch import RankFailedError, launch, validate_machine
+
+
+def gloo_config(num_ranks: int) -> Config:
+    return parse_config(
+        {"training": {"backend": "gloo"}, "fsdp_config": {"dp_shard_size": num_ranks}}
+    )
+
+
+def sum_of_ranks(config: Config) -> tuple[int, float]:
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    return dist.get_rank(), total.item()
+
+
+def fail_on_rank_1(config: Config) -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("the data ran out")
+    signal.pause()  # a rank that would never end by itself
+
+
+def die_on_rank_1(config: Config) -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+def test_launch_returns_the_results_by_rank():
+    assert launch(sum_of_ranks, gloo_config(3)) == [(0, 3.0), (1, 3.0), (2, 3.0)]
+
+
+@pytest.mark.timeout(20)
+def test_failure_of_one_rank_ends_all_with_its_message():
+    with pytest.raises(RankFailedError, match=r"(?s)rank 1.*the data ran out"):
+        launch(fail_on_rank_1, gloo_config(3))
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.timeout(20)
+def test_rank_that_is_killed_ends_all_with_its_exit_code():
+    with pytest.raises(RankFailedError, match=r"(?s)rank 1.*without a word, exit code -9"):
+        launch(die_on_rank_1, gloo_config(3))
+    assert multiprocessing.active_children() == []
+
+
+def test_torchrun_with_another_number_of_ranks_is_refused(monkeypatch):
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    message = r"fsdp_config\.dp_shard_size / accelerator\.tp_size: 4 x 1 .*torchrun started 2"
+    with pytest.raises(ConfigError, match=message):
+        launch(sum_of_ranks, gloo_config(4))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device")
+def test_accelerator_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match=r"training\.backend: nccl needs a cuda device"):
+        validate_machine(parse_config({"training": {"backend": "nccl"}}))

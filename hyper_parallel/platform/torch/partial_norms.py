@@ -78,12 +78,23 @@ def scale_(tensors: Sequence[torch.Tensor], coef: float, *, foreach: bool) -> No
     """
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        if foreach and tensor.layout == torch.strided:
+        if foreach and _foreach_rounds_once(tensor):
             groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
         else:
             tensor.mul_(coef)
     for group in groups.values():
         foreach_mul_(group, coef)
+
+
+def _foreach_rounds_once(tensor: torch.Tensor) -> bool:
+    """Tell whether the multi-tensor kernel keeps the coefficient in float32.
+
+    On the CPU torch 2.13's rounds it to bfloat16 and float16 gradients' own dtype first, and gains
+    nothing over single operators: it is a loop over them. CUDA's does not round it.
+    """
+    if tensor.layout != torch.strided or tensor.device.type == "cpu":
+        return False
+    return tensor.device.type == "cuda" or tensor.dtype not in (torch.bfloat16, torch.float16)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,9 +140,6 @@ def _host_value(tensor: torch.Tensor, norm_type: float) -> float:
     """Return the sum of |x|^p, the count of nonzeros, or the max or min of |x|; NaN stays NaN."""
     if tensor.numel() == 0:
         return math.inf if norm_type == -math.inf else 0.0
-    if norm_type == math.inf and not tensor.is_complex():
-        smallest, largest = torch.aminmax(tensor)  # no scratch; a NaN reaches both
-        return abs(float(smallest)) if -smallest > largest else abs(float(largest))
     parts = [
         float(_reduce_chunk(_wide(chunk, norm_type).reshape(-1), norm_type))
         for chunk in _chunks(tensor, _HOST_CHUNK_NUMEL)

@@ -1,0 +1,84 @@
+"""Parameters with given gradients on given meshes, host shards on accelerator meshes included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+
+def device_of(backend: str) -> str:
+    return "npu" if "hccl" in backend else "cpu"
+
+
+def mesh_of(backend: str, shape: tuple[int, ...], names: tuple[str, ...] = ()) -> DeviceMesh:
+    return init_device_mesh(device_of(backend), shape, mesh_dim_names=names or None)
+
+
+def host_dtensor(
+    full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, on_host: bool = True
+) -> DTensor:
+    """Distribute a tensor and keep the shards on the host, as FSDP2's CPU offload does."""
+    distributed = distribute_tensor(
+        full.to(mesh.device_type), mesh, list(placements), src_data_rank=None
+    )
+    if on_host:
+        distributed._local_tensor = distributed._local_tensor.cpu()
+    return distributed
+
+
+def parameter(
+    grad: torch.Tensor | None,
+    mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] = (),
+    *,
+    shape: Sequence[int] | None = None,
+    on_host: bool = True,
+) -> torch.nn.Parameter:
+    """Return a parameter of zeros with this full gradient; without one, `shape` says its shape."""
+    shape = shape if grad is None else grad.shape
+    dtype = torch.float32 if grad is None else grad.dtype
+    zeros = torch.zeros(tuple(shape), dtype=dtype)
+    if mesh is None:
+        result = torch.nn.Parameter(zeros)
+        result.grad = None if grad is None else grad.clone()
+        return result
+    result = torch.nn.Parameter(host_dtensor(zeros, mesh, placements, on_host=on_host))
+    if grad is not None:
+        result.grad = host_dtensor(grad.clone(), mesh, placements, on_host=on_host)
+    return result
+
+
+def local_grad(param: torch.nn.Parameter) -> torch.Tensor:
+    grad = param.grad
+    assert grad is not None
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def dense(backend: str, **options: bool) -> torch.nn.Parameter:
+    """1..32 as 8x4, sharded over fsdp=4."""
+    grad = torch.arange(1.0, 33.0).reshape(8, 4)
+    return parameter(grad, mesh_of(backend, (4,), ("fsdp",)), [Shard(0)], **options)
+
+
+def expert(backend: str, **options: bool) -> torch.nn.Parameter:
+    """3 * (1..64) as 4x4x4 on (ep=2, efsdp=2)."""
+    grad = 3 * torch.arange(1.0, 65.0).reshape(4, 4, 4)
+    mesh = mesh_of(backend, (2, 2), ("ep", "efsdp"))
+    return parameter(grad, mesh, [Shard(0), Shard(1)], **options)
+
+
+__all__ = [
+    "Replicate",
+    "Shard",
+    "dense",
+    "device_of",
+    "expert",
+    "host_dtensor",
+    "local_grad",
+    "mesh_of",
+    "parameter",
+]

@@ -1,0 +1,1 @@
+"""What tests need to exercise hyper_parallel without accelerator hardware."""

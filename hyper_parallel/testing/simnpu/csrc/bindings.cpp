@@ -1,0 +1,57 @@
+// What Python sees.
+#include <torch/csrc/utils/pybind.h>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "config.h"
+#include "counters.h"
+#include "devices.h"
+#include "generator.h"
+#include "hccl_backend.h"
+#include "hooks.h"
+
+namespace py = pybind11;
+
+namespace {
+
+void Init(int num_devices) {
+  simnpu::InitDevices(num_devices);
+  simnpu::RegisterHooks();
+}
+
+void Configure(double copy_us, double copy_us_per_mib, double collective_us,
+               double collective_us_per_mib, bool trace_ops, bool poison) {
+  simnpu::Config& config = simnpu::Config::Get();
+  config.copy_us = copy_us;
+  config.copy_us_per_mib = copy_us_per_mib;
+  config.collective_us = collective_us;
+  config.collective_us_per_mib = collective_us_per_mib;
+  config.trace_ops = trace_ops;
+  config.poison = poison;
+}
+
+void Synchronize(int device) {
+  simnpu::CountHostSync("device_sync");
+  simnpu::SynchronizeDevice(static_cast<c10::DeviceIndex>(device));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(hyper_parallel_simnpu, module) {
+  module.def("init", &Init);
+  module.def("configure", &Configure);
+  module.def("counters", [] { return simnpu::Counters::Get().Snapshot(); });
+  module.def("reset_counters", [] { simnpu::Counters::Get().Reset(); });
+
+  module.def("device_count", &simnpu::DeviceCount);
+  module.def("current_device", [] { return static_cast<int>(simnpu::CurrentDevice()); });
+  module.def("set_device", [](int index) {
+    simnpu::SetCurrentDevice(static_cast<c10::DeviceIndex>(index));
+  });
+  module.def("synchronize", &Synchronize, py::call_guard<py::gil_scoped_release>());
+  module.def("default_generator", [](int device) {
+    return simnpu::DefaultGenerator(static_cast<c10::DeviceIndex>(device));
+  });
+
+  module.def("make_hccl_backend", &simnpu::MakeHcclBackend);
+}

@@ -48,7 +48,8 @@ def load_corpus(config: DataConfig, *, seq_len: int) -> Corpus:
     files = [root] if root.is_file() else _text_files(root, recursive=config.path is not None)
     text = bytearray()
     for file in files:
-        text += file.read_bytes()[: config.max_bytes - len(text)]
+        with file.open("rb") as opened:
+            text += opened.read(config.max_bytes - len(text))
         if len(text) == config.max_bytes:
             break
     if len(text) < seq_len + 1:

@@ -14,7 +14,14 @@ import torch
 from torch import nn
 
 from hyper_parallel.trainer.config import Config, ConfigError, load_config
-from hyper_parallel.trainer.launch import RankFailedError, exit_on_sigterm, launch, say
+from hyper_parallel.trainer.data import load_corpus
+from hyper_parallel.trainer.launch import (
+    RankFailedError,
+    exit_on_sigterm,
+    launch,
+    say,
+    started_by_torchrun,
+)
 from hyper_parallel.trainer.train import ClipCost, StepRecord, Trainer, train
 
 __all__ = ["OffloadedRun", "Report", "build_report", "find_difference", "main"]
@@ -54,6 +61,9 @@ def build_report(offloaded: list[OffloadedRun], resident: list[list[StepRecord]]
         clip[name] = counts[0] if len(counts) == 1 else counts
         if len(counts) > 1:
             problems.append(f"ranks or steps disagree on what a clip costs: {name} {counts}")
+    for step in zip(*runs, strict=True):
+        if len({(record.loss, record.grad_norm) for record in step}) > 1:
+            problems.append(f"ranks disagree on loss or norm in step {step[0].step}")
     if not records[-1].loss < records[0].loss:
         problems.append(f"the loss did not fall: {records[0].loss} -> {records[-1].loss}")
     difference = find_difference(runs, resident)
@@ -115,6 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not config.fsdp_config.enable_offload:
             needed = "fsdp_config.enable_offload: the demo compares true with false, set it to true"
             raise ConfigError([needed], source=path)
+        if started_by_torchrun():
+            raise ConfigError(["torchrun: the demo starts its ranks itself"], source=path)
+        load_corpus(config.data, seq_len=config.training.seq_len)
         say(f"== {config.training.steps} steps with CPU offload")
         offloaded = launch(_train_offloaded, config)
         again = _first_steps_resident(config)

@@ -28,6 +28,7 @@ __all__ = [
     "exit_on_sigterm",
     "launch",
     "say",
+    "started_by_torchrun",
     "uses_simulator",
     "validate_machine",
 ]
@@ -35,6 +36,7 @@ __all__ = [
 Result = TypeVar("Result")
 
 _TORCHRUN_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+_SIMULATED_DEVICES_VARIABLE = "HYPER_PARALLEL_SIMNPU_DEVICES"
 _LAST_WORDS_S = 0.3  # how long other ranks may still say why they failed
 _TEAR_DOWN_S = 10.0
 _LEAVE = b"leave"
@@ -70,7 +72,7 @@ def validate_machine(config: Config) -> None:
     sizes = "fsdp_config.dp_shard_size / accelerator.tp_size"
     needed = f"{config.fsdp_config.dp_shard_size} x {config.accelerator.tp_size} ranks"
     num_local_ranks = config.num_ranks
-    if _started_by_torchrun():
+    if started_by_torchrun():
         num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         if int(os.environ["WORLD_SIZE"]) != config.num_ranks:
             started = f"torchrun started {os.environ['WORLD_SIZE']}"
@@ -105,7 +107,7 @@ def launch(rank_fn: Callable[[Config], Result], config: Config) -> list[Result]:
         RankFailedError: A rank failed.
     """
     validate_machine(config)
-    if _started_by_torchrun():
+    if started_by_torchrun():
         return [_run_as_torchrun_rank(rank_fn, config)]
     if config.device_type == "cpu" or uses_simulator(config):
         # Forked ranks start in a second; OpenMP's workers would not survive the fork.
@@ -115,7 +117,7 @@ def launch(rank_fn: Callable[[Config], Result], config: Config) -> list[Result]:
         start_method = "spawn"
     if uses_simulator(config):
         say("no NPU here: using the simulated one")
-        simnpu.install()
+        _install_simulator(config.num_ranks)
     say(f"starting {config.num_ranks} ranks ({config.training.backend})")
     with tempfile.TemporaryDirectory() as folder:
         ranks = _Ranks(start_method)
@@ -127,7 +129,8 @@ def launch(rank_fn: Callable[[Config], Result], config: Config) -> list[Result]:
             ranks.end()
 
 
-def _started_by_torchrun() -> bool:
+def started_by_torchrun() -> bool:
+    """Whether this process is one of several ranks already."""
     return os.environ.keys() >= _TORCHRUN_VARIABLES
 
 
@@ -136,12 +139,24 @@ def _run_as_torchrun_rank(rank_fn: Callable[[Config], Result], config: Config) -
     if uses_simulator(config):
         if rank == 0:
             say("no NPU here: using the simulated one")
-        simnpu.install()
+        _install_simulator(config.num_ranks)
     _select_device(config, int(os.environ.get("LOCAL_RANK", rank)))
     dist.init_process_group(config.training.backend)
     result = rank_fn(config)
     dist.destroy_process_group()
     return result
+
+
+def _install_simulator(num_ranks: int) -> None:
+    """Install it with a device for every rank; says so itself if it must be compiled first."""
+    os.environ.setdefault(_SIMULATED_DEVICES_VARIABLE, str(max(num_ranks, 8)))
+    simnpu.install()
+    num_devices = torch.accelerator.device_count()
+    if num_devices < num_ranks:
+        raise ConfigError(
+            [f"{_SIMULATED_DEVICES_VARIABLE}: {num_ranks} ranks need as many, found {num_devices}"],
+            source="environment",
+        )
 
 
 def _select_device(config: Config, local_rank: int) -> None:

@@ -96,6 +96,13 @@ def test_report_shows_counters_that_disagree():
     assert any("h2d [1, 3]" in problem for problem in report.problems)
 
 
+def test_ranks_that_disagree_on_the_norm_are_a_problem():
+    runs = all_ranks(4)
+    change_rank_1_step_2(runs, grad_norm=math.nextafter(3.0, 4))
+    report = build_report(offloaded(runs), [run[:3] for run in runs])
+    assert report.problems == ["ranks disagree on loss or norm in step 2"]
+
+
 def test_report_shows_a_difference():
     resident = all_ranks(2)
     change_rank_1_step_2(resident, loss=4.0)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.trainer.config import Config, ConfigError, parse_config
-from hyper_parallel.trainer.launch import RankFailedError, launch, validate_machine
+from hyper_parallel.trainer.launch import RankFailedError, _Ranks, launch, validate_machine
 
 
 def gloo_config(num_ranks: int) -> Config:
@@ -36,6 +36,15 @@ def die_on_rank_1(config: Config) -> None:
 
 def test_launch_returns_the_results_by_rank():
     assert launch(sum_of_ranks, gloo_config(3)) == [(0, 3.0), (1, 3.0), (2, 3.0)]
+
+
+def test_ranks_can_be_spawned_as_accelerators_need(tmp_path):
+    ranks = _Ranks("spawn")
+    try:
+        ranks.start(0, sum_of_ranks, gloo_config(1), str(tmp_path / "store"))
+        assert ranks.collect() == [(0, 0.0)]
+    finally:
+        ranks.end()
 
 
 @pytest.mark.timeout(20)

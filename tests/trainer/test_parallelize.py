@@ -1,5 +1,6 @@
 """The parallel model against the plain one: same gradients, same norm."""
 
+import dataclasses
 from typing import NamedTuple
 
 import pytest
@@ -9,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from hyper_parallel.trainer.config import Config, parse_config
 from hyper_parallel.trainer.data import VOCAB_SIZE
 from hyper_parallel.trainer.model import Transformer
-from hyper_parallel.trainer.train import Trainer, next_byte_loss
+from hyper_parallel.trainer.train import ClipCost, Trainer, next_byte_loss
 from tests.ranks import run_ranks
 
 
@@ -27,6 +28,8 @@ def small_config(*, dp: int, tp: int, ep: int, backend: str, offload: bool) -> C
 class Comparison(NamedTuple):
     total_norm: float
     reference_norm: float
+    counted: ClipCost  # by the simulator, where there is one
+    reported: ClipCost  # by the reducer
     errors: dict[str, float]  # by parameter, relative to the norm of its reference gradient
 
 
@@ -38,9 +41,10 @@ def compare_with_one_process(rank: int, config: Config) -> Comparison:
     for name, parameter in trainer.model.named_parameters():
         error = full_gradient(parameter, config.device_type) - reference[name]
         errors[name] = (error.norm() / reference[name].norm()).item()
-    result, _ = trainer.clip()
+    result, counted = trainer.clip()
+    reported = ClipCost(**dataclasses.asdict(result.copies))
     squares = sum(gradient.double().square().sum() for gradient in reference.values())
-    return Comparison(result.total_norm.item(), squares.sqrt().item(), errors)
+    return Comparison(result.total_norm.item(), squares.sqrt().item(), counted, reported, errors)
 
 
 def reference_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -84,9 +88,10 @@ LAYOUTS = [
 ]
 
 
-def assert_matches(comparisons: list[Comparison]) -> None:
+def assert_matches(comparisons: list[Comparison], cost: ClipCost) -> None:
     assert len({comparison.total_norm for comparison in comparisons}) == 1, "ranks differ"
     for comparison in comparisons:
+        assert comparison.counted == comparison.reported == cost
         assert comparison.total_norm == pytest.approx(comparison.reference_norm, rel=1e-5)
         # float32 sums in another order; a wrong divide factor would be off by a whole factor.
         assert max(comparison.errors.values()) < 1e-5, comparison.errors
@@ -96,9 +101,11 @@ def assert_matches(comparisons: list[Comparison]) -> None:
 @pytest.mark.parametrize(("dp", "tp", "ep"), LAYOUTS)
 def test_offloaded_gradients_and_norm_equal_one_process(dp, tp, ep):
     config = small_config(dp=dp, tp=tp, ep=ep, backend="hccl", offload=True)
-    assert_matches(run_ranks(compare_with_one_process, dp * tp, config, backend="hccl"))
+    comparisons = run_ranks(compare_with_one_process, dp * tp, config, backend="hccl")
+    assert_matches(comparisons, ClipCost(h2d=1, collectives=1, d2h=1, host_syncs=1))
 
 
 def test_gradients_and_norm_on_gloo_equal_one_process():
     config = small_config(dp=2, tp=2, ep=4, backend="gloo", offload=False)
-    assert_matches(run_ranks(compare_with_one_process, 4, config, backend="gloo"))
+    comparisons = run_ranks(compare_with_one_process, 4, config, backend="gloo")
+    assert_matches(comparisons, ClipCost(h2d=0, collectives=1, d2h=0, host_syncs=0))

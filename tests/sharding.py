@@ -25,9 +25,12 @@ def host_dtensor(
     distributed = distribute_tensor(
         full.to(mesh.device_type), mesh, list(placements), src_data_rank=None
     )
-    if on_host:
-        distributed._local_tensor = distributed._local_tensor.cpu()
-    return distributed
+    return on_the_host(distributed) if on_host else distributed
+
+
+def on_the_host(dtensor: DTensor) -> DTensor:
+    """Return a DTensor with the same spec and a host shard; only FSDP2 makes such otherwise."""
+    return DTensor(dtensor._local_tensor.cpu(), dtensor._spec, requires_grad=False)
 
 
 def parameter(
@@ -49,6 +52,21 @@ def parameter(
     result = torch.nn.Parameter(host_dtensor(zeros, mesh, placements, on_host=on_host))
     if grad is not None:
         result.grad = host_dtensor(grad.clone(), mesh, placements, on_host=on_host)
+    return result
+
+
+def parameter_of_shard(
+    local_grad: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> torch.nn.Parameter:
+    """Return a parameter of zeros whose gradient's shard on this rank is `local_grad`."""
+    pair = []
+    for local in (torch.zeros_like(local_grad), local_grad.clone()):
+        on_device = local.to(mesh.device_type)
+        pair.append(
+            on_the_host(DTensor.from_local(on_device, mesh, list(placements), run_check=False))
+        )
+    result = torch.nn.Parameter(pair[0])
+    result.grad = pair[1]
     return result
 
 
@@ -81,4 +99,5 @@ __all__ = [
     "local_grad",
     "mesh_of",
     "parameter",
+    "parameter_of_shard",
 ]

@@ -7,7 +7,9 @@ that each step names.
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,12 +21,12 @@ from .exchange import resolve_group
 from .failure import LocalFailure, raise_mismatch, raise_nonfinite, raise_together
 from .finish import clip_coefficient, round_norm, sum_totals
 from .grad_shards import ParameterList, collect_grad_shards, rank_sets_of
-from .norm_reducer import ReducedLanes, extend_layout, reduce_lanes
+from .norm_reducer import Contribution, ReducedLanes, extend_layout, reduce_lanes
 from .partial_norms import measure, scale_
 from .wire_format import Votes, WireFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch.distributed as dist
 
@@ -76,7 +78,8 @@ def clip_grad_norm_(
     Raises:
         ValueError: If max_norm is negative or NaN, norm_type is NaN or finite negative, or ranks
             ask for different clips; if no backend of the group can be used, or it lacks this rank.
-        TypeError: If a gradient is Partial, quantized, meta, or cannot be written in place.
+        TypeError: If a gradient is quantized, meta, Partial of other than sum and avg, or cannot be
+            written in place.
         RuntimeError: If the norm is not finite and error_if_nonfinite, or the reduction fails.
             All on every rank alike, naming ranks and parameters, with no gradient changed.
     """
@@ -200,6 +203,44 @@ def _group_for(listed: ParameterList, group: dist.ProcessGroup | None) -> Reduct
     return resolve_group(group) if group is not None or listed.has_dtensor() else None
 
 
+@dataclass
+class _Local:
+    """What this rank knows before the reduce; nothing, or some of it, if it failed on the way.
+
+    Attributes:
+        shards: Its gradient shards.
+        measured: Those that can be measured before the reduce, with their partial norms. Partial
+            gradients wait for their sum.
+    """
+
+    request: ClipRequest = NOTHING_ASKED
+    listed: ParameterList = field(default_factory=lambda: ParameterList([]))
+    shards: Sequence[GradShard] = ()
+    measured: Sequence[tuple[GradShard, PartialNorm]] = ()
+    fetched: Copies = field(default_factory=Copies)
+
+    @property
+    def whole(self) -> list[GradShard]:
+        """Shards that are not Partial."""
+        return [shard for shard in self.shards if shard.pending is None]
+
+    @property
+    def pending(self) -> list[GradShard]:
+        """Shards that are."""
+        return [shard for shard in self.shards if shard.pending is not None]
+
+    @property
+    def nonfinite(self) -> tuple[NonfiniteGradient, ...]:
+        """Measured shards that make the norm NaN or infinite."""
+        return tuple(
+            NonfiniteGradient(
+                self.listed.describe(shard.position), partial.num_nan, partial.num_inf
+            )
+            for shard, partial in self.measured
+            if partial.is_nonfinite
+        )
+
+
 @torch.no_grad()
 def _clip(
     group: ReductionGroup | None,
@@ -211,73 +252,68 @@ def _clip(
     """The six steps. What fails on this rank before the reduce, all ranks raise after it."""
     stopwatch = Stopwatch()
     cost_before = group.copies if group else Copies()
-    request, listed = NOTHING_ASKED, ParameterList([])
-    shards: list[GradShard] = []
-    partials: list[PartialNorm] = []
-    fetched = Copies()
+    local = _Local()
 
     with LocalFailure() as failure:
         # 1. Collect: parameters to gradient shards with their rank sets.
-        request = ClipRequest.validated(*asked)
-        listed = list_parameters()
-        shards = collect_grad_shards(listed, writable=request.changes_gradients)
-        _validate_reach(group, shards)
+        request = local.request = ClipRequest.validated(*asked)
+        local.listed = list_parameters()
+        local.shards = collect_grad_shards(local.listed, writable=request.changes_gradients)
+        _validate_reach(group, local.shards)
         stopwatch.lap("collect")
 
         # 2. Measure: one pass over the shards.
-        partials, fetched = measure([shard.local for shard in shards], request.norm_type)
+        tensors = [shard.local for shard in local.whole]
+        partials, local.fetched = measure(tensors, request.norm_type)
+        local.measured = list(zip(local.whole, partials, strict=True))
         stopwatch.lap("measure")
 
     # 3. Pack: one partial norm per rank set, and this rank's votes.
+    request = local.request
     wire = WireFormat(group.size if group else 1, request.norm_type)
-    by_rank_set = _combine_by_rank_set(shards, partials, wire)
-    votes = _vote(shards, partials, failure)
+    by_rank_set = _combine_by_rank_set(local, wire)
+    unsharded = by_rank_set.pop((), None)
+    votes = _vote(local, failure)
 
     # 4. Move and reduce: one copy up, one all-reduce, one copy down.
-    reduced = ReducedLanes(votes, {})
+    reduced = ReducedLanes(votes, totals={})
     if group is not None:
-        sharded = {rank_set: partial for rank_set, partial in by_rank_set.items() if rank_set}
-        reduced = reduce_lanes(group, sharded, votes, wire, request.stamp)
-    nonfinite = _name_nonfinite(shards, partials, listed)
-    agreed = _settle(group, reduced.votes, request, failure, nonfinite)
+        contribution = Contribution(by_rank_set, votes, local.pending)
+        reduced = reduce_lanes(group, contribution, wire, request.stamp)
+    agreed = _settle(group, reduced.votes, local, failure)
     stopwatch.lap("reduce")
 
     # 5. Finish: own lanes and unsharded gradients to the norm, rounded once.
     totals = dict(reduced.totals)
-    if () in by_rank_set:
-        totals[()] = wire.to_total(by_rank_set[()])
+    if unsharded is not None:
+        totals[()] = wire.to_total(unsharded)
     dtype = torch.float64 if agreed.float64_gradient else torch.float32
-    total_norm = round_norm(
-        sum_totals(totals.values(), request.norm_type), request.norm_type, dtype
-    )
+    norm_of = functools.partial(round_norm, norm_type=request.norm_type, dtype=dtype)
+    total_norm = norm_of(sum_totals(totals.values(), request.norm_type))
     if request.error_if_nonfinite and total_norm.isinf() and totals:
-        raise_nonfinite(None, request.norm_type, nonfinite)  # finite gradients, infinite norm
+        raise_nonfinite(None, request.norm_type, local.nonfinite)  # finite gradients, infinite norm
     coef = clip_coefficient(total_norm, request.max_norm)
     stopwatch.lap("finish")
 
     # 6. Scale: not at all where the coefficient is 1.
     if coef != 1.0:
-        scale_([shard.local for shard in shards], float(coef), foreach=foreach is not False)
+        scale_([shard.local for shard in local.shards], float(coef), foreach=foreach is not False)
     stopwatch.lap("scale")
 
-    device = _result_device(shards)
+    device = _result_device(local.shards)
     moved = Copies() if device.type == "cpu" else Copies(h2d=1, host_syncs=1)
-    reduce_cost = group.copies - cost_before if group else Copies()
     return ClipResult(
         total_norm=total_norm.to(device),
         clip_coef=coef,
-        local_norm=round_norm(wire.to_total(wire.combine(partials)), request.norm_type, dtype),
-        norms_by_rank_set={
-            rank_set: round_norm(total, request.norm_type, dtype)
-            for rank_set, total in totals.items()
-        },
-        nonfinite=nonfinite,
-        copies=fetched + reduce_cost + moved,
+        local_norm=norm_of(wire.to_total(wire.combine(partial for _, partial in local.measured))),
+        norms_by_rank_set={rank_set: norm_of(total) for rank_set, total in totals.items()},
+        nonfinite=local.nonfinite,
+        copies=local.fetched + moved + (group.copies - cost_before if group else Copies()),
         timings=stopwatch.laps,
     )
 
 
-def _validate_reach(group: ReductionGroup | None, shards: list[GradShard]) -> None:
+def _validate_reach(group: ReductionGroup | None, shards: Sequence[GradShard]) -> None:
     """Check that somebody is there to reduce with, if gradients are sharded."""
     if group is None and any(shard.rank_set for shard in shards):
         raise ValueError(
@@ -287,56 +323,45 @@ def _validate_reach(group: ReductionGroup | None, shards: list[GradShard]) -> No
         )
 
 
-def _combine_by_rank_set(
-    shards: list[GradShard], partials: list[PartialNorm], wire: WireFormat
-) -> dict[RankSet, PartialNorm]:
+def _combine_by_rank_set(local: _Local, wire: WireFormat) -> dict[RankSet, PartialNorm]:
+    """Return one partial norm per rank set; the identity where gradients wait for their sum."""
     grouped: dict[RankSet, list[PartialNorm]] = {}
-    for shard, partial in zip(shards, partials, strict=False):
+    for shard, partial in local.measured:
         grouped.setdefault(shard.rank_set, []).append(partial)
+    for shard in local.pending:
+        if shard.pending is not None:
+            grouped.setdefault(shard.rank_set, [])
+            grouped.setdefault(shard.pending.ranks, [])
     return {rank_set: wire.combine(members) for rank_set, members in grouped.items()}
 
 
-def _vote(shards: list[GradShard], partials: list[PartialNorm], failure: LocalFailure) -> Votes:
+def _vote(local: _Local, failure: LocalFailure) -> Votes:
+    wide = (torch.float64, torch.complex128)
     return Votes(
         error=failure.error is not None,
-        nonfinite=any(partial.num_nan or partial.num_inf for partial in partials),
-        float64_gradient=any(
-            shard.local.dtype in (torch.float64, torch.complex128) for shard in shards
-        ),
-    )
-
-
-def _name_nonfinite(
-    shards: list[GradShard], partials: list[PartialNorm], listed: ParameterList
-) -> tuple[NonfiniteGradient, ...]:
-    return tuple(
-        NonfiniteGradient(listed.describe(shard.position), partial.num_nan, partial.num_inf)
-        for shard, partial in zip(shards, partials, strict=False)
-        if partial.num_nan or partial.num_inf
+        nonfinite=any(partial.is_nonfinite for _, partial in local.measured),
+        float64_gradient=any(shard.local.dtype in wide for shard in local.shards),
+        partial_gradient=bool(local.pending),
     )
 
 
 def _settle(
-    group: ReductionGroup | None,
-    votes: Votes | None,
-    request: ClipRequest,
-    failure: LocalFailure,
-    nonfinite: tuple[NonfiniteGradient, ...],
+    group: ReductionGroup | None, votes: Votes | None, local: _Local, failure: LocalFailure
 ) -> Votes:
     """Return the group's votes, or raise on all ranks what they call for.
 
     Every branch hangs on votes and request, which are the same on all ranks.
     """
     if votes is None and group is not None:
-        raise_mismatch(group, str(request), failure.error)
+        raise_mismatch(group, str(local.request), failure.error)
     if votes is None or votes.error:
         raise_together(group, failure.error)
-    if votes.nonfinite and request.error_if_nonfinite:
-        raise_nonfinite(group, request.norm_type, nonfinite)
+    if votes.nonfinite and local.request.error_if_nonfinite:
+        raise_nonfinite(group, local.request.norm_type, local.nonfinite)
     return votes
 
 
-def _result_device(shards: list[GradShard]) -> torch.device:
+def _result_device(shards: Sequence[GradShard]) -> torch.device:
     """Return the CPU if all of this rank's gradients are there, else their accelerator."""
     devices = (shard.local.device for shard in shards)
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

@@ -13,14 +13,21 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from .torch_private import is_sharded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
     from .lanes import RankSet
 
-__all__ = ["GradShard", "ParameterList", "collect_grad_shards", "rank_sets_of"]
+__all__ = [
+    "GradShard",
+    "ParameterList",
+    "PendingSum",
+    "Reach",
+    "collect_grad_shards",
+    "rank_sets_of",
+]
 
 _DTYPES = frozenset(
     (
@@ -36,17 +43,45 @@ _DTYPES = frozenset(
 _MOST_NAMED = 8
 
 
+class PendingSum(NamedTuple):
+    """A gradient that is Partial: its elements are still to be added up over ranks.
+
+    Attributes:
+        ranks: The ranks over which it is.
+        op: `sum` or `avg`.
+    """
+
+    ranks: RankSet
+    op: str
+
+
+class Reach(NamedTuple):
+    """What the mesh and placements of a gradient say of it on this rank.
+
+    Attributes:
+        rank_set: The ranks whose pieces make up the norm; empty where this rank alone holds it.
+        pending: The sum that it takes part in, if it is Partial.
+        fault: Why it cannot be clipped, if so.
+    """
+
+    rank_set: RankSet
+    pending: PendingSum | None = None
+    fault: str | None = None
+
+
 class GradShard(NamedTuple):
     """This rank's piece of one gradient.
 
     Attributes:
         local: The piece, any shape and strides; numel may be 0.
-        rank_set: The ranks whose pieces make up the norm; empty where this rank alone holds it.
+        rank_set: See `Reach`.
+        pending: See `Reach`.
         position: Where the parameter stands in the list.
     """
 
     local: torch.Tensor
     rank_set: RankSet
+    pending: PendingSum | None
     position: int
 
 
@@ -127,11 +162,12 @@ def collect_grad_shards(parameters: ParameterList, *, writable: bool = True) -> 
         if not isinstance(grad, torch.Tensor) or id(grad) in seen:
             continue
         seen.add(id(grad))
-        local, rank_set, fault = _locate(grad, parameter)
-        fault = fault or _fault(local, writable=writable)
+        local = _local_of(grad)
+        reach = _reach_of(grad if isinstance(grad, DTensor) else parameter)
+        fault = reach.fault or _fault(local, writable=writable)
         if fault:
             faults.append(f"the gradient of {parameters.describe(position)} {fault}")
-        shards.append(GradShard(local, rank_set, position))
+        shards.append(GradShard(local, reach.rank_set, reach.pending, position))
     if faults:
         more = f"; and {len(faults) - _MOST_NAMED} more" if len(faults) > _MOST_NAMED else ""
         raise TypeError("; ".join(faults[:_MOST_NAMED]) + more)
@@ -141,43 +177,55 @@ def collect_grad_shards(parameters: ParameterList, *, writable: bool = True) -> 
 def rank_sets_of(parameters: ParameterList) -> set[RankSet]:
     """Return the rank sets that the parameters' own specs foretell for their gradients."""
     tensors = (tensor for tensor in parameters.tensors if isinstance(tensor, torch.Tensor))
-    located = (_locate(tensor, tensor) for tensor in tensors)
-    return {rank_set for _, rank_set, _ in located if rank_set}
+    return {reach.rank_set for reach in map(_reach_of, tensors) if reach.rank_set}
 
 
-def _locate(
-    grad: torch.Tensor, parameter: torch.Tensor
-) -> tuple[torch.Tensor, RankSet, str | None]:
-    """Return the local tensor of a gradient, its rank set, and what is wrong with its spec."""
-    spec = grad if isinstance(grad, DTensor) else parameter
+def _local_of(grad: torch.Tensor) -> torch.Tensor:
     local = grad.to_local() if isinstance(grad, DTensor) else grad
     if type(local) is not torch.Tensor and hasattr(local, "wait"):
         local = local.wait()  # an AsyncCollectiveTensor: its collective has not been waited for
+    return local
+
+
+def _reach_of(spec: torch.Tensor) -> Reach:
     if not isinstance(spec, DTensor):
-        return local, (), None
-    mesh, placements = spec.device_mesh, spec.placements
-    unknown = [p for p in placements if not (is_sharded(p) or isinstance(p, (Shard, Replicate)))]
-    if unknown:
-        remedy = "redistribute it to Shard or Replicate before clipping"
-        kind = "is Partial" if isinstance(unknown[0], Partial) else "has an unknown placement"
-        return local, (), f"{kind} ({unknown[0]} on mesh {mesh.mesh_dim_names}): {remedy}"
-    return local, _resolve_rank_set(mesh, placements, mesh.get_rank()), None
+        return Reach(())
+    mesh = spec.device_mesh
+    return _resolve_reach(mesh, spec.placements, mesh.get_rank())
 
 
 @functools.lru_cache(maxsize=4096)
-def _resolve_rank_set(mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int) -> RankSet:
-    """Return the ranks of the sub-mesh through `rank` along the sharded mesh dims of size > 1.
+def _resolve_reach(mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int) -> Reach:
+    """Resolve the rank set: the sub-mesh through `rank` along the dims that hold distinct elements.
 
-    Empty for a gradient that `rank` holds whole, and on a rank outside the mesh, which holds none.
+    Those are the dims that are sharded or Partial. On a rank outside the mesh, which holds no
+    element, it is empty.
     """
     del rank  # part of the key: the same mesh after torch.distributed was started anew
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return ()
-    index = tuple(
-        slice(None) if is_sharded(placement) else place
-        for placement, place in zip(placements, coordinate, strict=True)
-    )
+        return Reach(())
+    sharded = [i for i, placement in enumerate(placements) if is_sharded(placement)]
+    partial = [i for i, p in enumerate(placements) if isinstance(p, Partial) and mesh.size(i) > 1]
+    known = (Shard, Replicate, Partial)
+    ops = {p.reduce_op for p in placements if isinstance(p, Partial)}
+    if not all(is_sharded(p) or isinstance(p, known) for p in placements) or not (
+        ops <= {"sum"} or ops <= {"avg"}
+    ):
+        return Reach(
+            (),
+            fault=f"has placements {placements}; expected Shard, Replicate and Partial of one of "
+            "sum and avg: redistribute it before clipping",
+        )
+    rank_set = _sub_mesh(mesh, coordinate, [*sharded, *partial])
+    if not partial:
+        return Reach(rank_set)
+    return Reach(rank_set, PendingSum(_sub_mesh(mesh, coordinate, partial), ops.pop()))
+
+
+def _sub_mesh(mesh: DeviceMesh, coordinate: Sequence[int], dims: Sequence[int]) -> RankSet:
+    """Return the sorted ranks through `coordinate` along `dims`; empty if there is only one."""
+    index = tuple(slice(None) if i in dims else place for i, place in enumerate(coordinate))
     ranks = mesh.mesh[index].flatten().tolist()
     return tuple(sorted(ranks)) if len(ranks) > 1 else ()
 

@@ -14,17 +14,35 @@ import torch.distributed as dist
 
 from .clip_result import Copies
 from .lanes import agree, forget, known_layout
+from .pending_sums import measure_pending
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from .exchange import ReductionGroup
     from .finish import LaneTotal
+    from .grad_shards import GradShard
     from .lanes import Layout, RankSet
     from .wire_format import PartialNorm, Votes, WireFormat
 
-__all__ = ["ReducedLanes", "StagingBuffer", "extend_layout", "reduce_lanes"]
+__all__ = ["Contribution", "ReducedLanes", "StagingBuffer", "extend_layout", "reduce_lanes"]
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a rank brings to a reduce.
+
+    Attributes:
+        partials: Its partial norm per rank set; a rank set of the layout may be missing.
+        votes: Its votes; `new_rank_set` is filled in during the reduce.
+        pending: Its Partial gradients. Their rank sets, and the ranks of their sums, are among
+            `partials`, if need be with the identity.
+    """
+
+    partials: Mapping[RankSet, PartialNorm]
+    votes: Votes
+    pending: Sequence[GradShard] = ()
 
 
 @dataclass(frozen=True)
@@ -98,38 +116,41 @@ def extend_layout(group: ReductionGroup, rank_sets: Iterable[RankSet]) -> Layout
 
 
 def reduce_lanes(
-    group: ReductionGroup,
-    partials: Mapping[RankSet, PartialNorm],
-    votes: Votes,
-    wire: WireFormat,
-    stamp: int,
+    group: ReductionGroup, brought: Contribution, wire: WireFormat, stamp: int
 ) -> ReducedLanes:
     """Reduce every rank's partial norms over the group.
 
+    One all-reduce, after the group's first. More only if its header says so: some rank met a new
+    rank set, a float64 gradient is about under MAX, or a gradient is Partial.
+
     Args:
-        group: The group. Its layout is agreed here the first time, and grown when the header says
-            that some rank met a new rank set.
-        partials: This rank's partial norm per rank set; a rank set without any may be missing.
-        votes: This rank's; `new_rank_set` is filled in here.
+        group: The group; its layout is agreed here the first time.
+        brought: What this rank brings; nothing but votes, if it failed.
         wire: The format, for the group's size.
         stamp: `wire_format.fingerprint` of what all ranks must have asked for alike.
 
     Ranks: all of the group.
 
     Raises:
-        ValueError: On every rank, if a rank set has members outside the group.
+        ValueError: On every rank, if a rank set has members outside the group, or ranks disagree
+            on a Partial gradient.
         RuntimeError: If a collective fails. The layout is forgotten, and the buffer dropped, in
             which a copy may still be under way.
     """
     try:
-        layout = known_layout(group) or extend_layout(group, partials)
-        reduced = _reduce_once(group, layout, partials, votes, wire, stamp)
+        layout = known_layout(group) or extend_layout(group, brought.partials)
+        reduced = _reduce_once(group, layout, brought, wire, stamp)
         # Every branch here hangs on the header, which is the same on all ranks.
-        if reduced.votes and reduced.votes.new_rank_set and not reduced.votes.error:
-            layout = extend_layout(group, partials)
-            reduced = _reduce_once(group, layout, partials, votes, wire, stamp)
+        if reduced.votes is None or reduced.votes.error:
+            return reduced
+        if reduced.votes.new_rank_set:
+            layout = extend_layout(group, brought.partials)
+            reduced = _reduce_once(group, layout, brought, wire, stamp)
+        if reduced.votes and reduced.votes.partial_gradient:
+            brought = _add_up_pending(group, layout, brought, wire)
+            reduced = _reduce_once(group, layout, brought, wire, stamp)
         if reduced.votes and reduced.votes.float64_gradient and wire.op == "max":
-            reduced = _refine_extrema(group, layout, partials, reduced, wire)
+            reduced = _refine_extrema(group, layout, brought, reduced, wire)
     except ValueError:
         raise
     except Exception as error:
@@ -143,16 +164,12 @@ def reduce_lanes(
 
 
 def _reduce_once(
-    group: ReductionGroup,
-    layout: Layout,
-    partials: Mapping[RankSet, PartialNorm],
-    votes: Votes,
-    wire: WireFormat,
-    stamp: int,
+    group: ReductionGroup, layout: Layout, brought: Contribution, wire: WireFormat, stamp: int
 ) -> ReducedLanes:
     """Steps 3 and 4 of a clip: pack, move, reduce, read the header and the own lanes."""
-    votes = replace(votes, new_rank_set=any(s not in layout.lane_of for s in partials))
-    packed = wire.pack(votes, stamp, [partials.get(s) for s in layout.lane_of])
+    is_new = any(rank_set not in layout.lane_of for rank_set in brought.partials)
+    votes = replace(brought.votes, new_rank_set=is_new)
+    packed = wire.pack(votes, stamp, [brought.partials.get(s) for s in layout.lane_of])
     staging: StagingBuffer | None = group.memory.get("staging")
     if staging is None or staging.numel != len(packed):
         staging = group.memory["staging"] = StagingBuffer(len(packed), group.device)
@@ -167,10 +184,24 @@ def _reduce_once(
     return ReducedLanes(header, totals)
 
 
+def _add_up_pending(
+    group: ReductionGroup, layout: Layout, brought: Contribution, wire: WireFormat
+) -> Contribution:
+    """Return the contribution with this rank's slices of all Partial gradients' sums."""
+    slices = measure_pending(group, layout, brought.pending, wire.norm_type)
+    partials = dict(brought.partials)
+    for rank_set, measured in slices.items():
+        known = [partials[rank_set]] if rank_set in partials else []
+        partials[rank_set] = wire.combine([*known, *measured])
+    nonfinite = any(partial.is_nonfinite for partial in partials.values())
+    votes = replace(brought.votes, nonfinite=brought.votes.nonfinite or nonfinite)
+    return replace(brought, partials=partials, votes=votes)
+
+
 def _refine_extrema(
     group: ReductionGroup,
     layout: Layout,
-    partials: Mapping[RankSet, PartialNorm],
+    brought: Contribution,
     reduced: ReducedLanes,
     wire: WireFormat,
 ) -> ReducedLanes:
@@ -179,15 +210,14 @@ def _refine_extrema(
     The bit patterns of non-negative float64 numbers are ordered as the numbers are.
     """
     identity = wire.combine([])
-    values = [partials.get(rank_set, identity).value for rank_set in layout.lane_of]
+    values = [brought.partials.get(rank_set, identity).value for rank_set in layout.lane_of]
     rows = group.gather_ints([_bit_pattern(value) for value in values])
     pick = max if wire.norm_type > 0 else min
     totals = {}
     for rank_set, total in reduced.totals.items():
         pattern = pick(row[layout.lane_of[rank_set]] for row in rows)
-        totals[rank_set] = replace(
-            total, extremum=struct.unpack("<d", struct.pack("<q", pattern))[0]
-        )
+        exact = struct.unpack("<d", struct.pack("<q", pattern))[0]
+        totals[rank_set] = replace(total, extremum=exact)
     return replace(reduced, totals=totals)
 
 

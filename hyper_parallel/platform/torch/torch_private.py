@@ -23,6 +23,7 @@ __all__ = [
     "group_store",
     "group_timeout",
     "is_sharded",
+    "reduce_scatter_sum",
 ]
 
 
@@ -62,6 +63,15 @@ def all_gather_rows(output: torch.Tensor, row: torch.Tensor, group: dist.Process
     """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, row, group=group)
+
+
+def reduce_scatter_sum(output: torch.Tensor, chunk: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum `chunk` over ranks and return this rank's equal share of it in `output`.
+
+    `reduce_scatter_tensor` until torch 2.12, deprecated for `reduce_scatter_single` in 2.13.
+    """
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, chunk, group=group)
 
 
 def group_store(group: dist.ProcessGroup) -> KeyValueStore:

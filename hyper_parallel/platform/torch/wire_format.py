@@ -51,6 +51,11 @@ class PartialNorm:
     num_nan: int = 0
     num_inf: int = 0
 
+    @property
+    def is_nonfinite(self) -> bool:
+        """Whether it makes the norm NaN or infinite."""
+        return self.num_nan > 0 or self.num_inf > 0
+
 
 @dataclass(frozen=True)
 class Votes:
@@ -63,6 +68,7 @@ class Votes:
     new_rank_set: bool = False
     nonfinite: bool = False
     float64_gradient: bool = False
+    partial_gradient: bool = False
 
 
 _NUM_VOTES = len(fields(Votes))

@@ -1,5 +1,6 @@
 """The wire format is exact: any float64 values, any number of ranks, any order of addition."""
 
+import dataclasses
 import math
 import random
 from fractions import Fraction
@@ -113,7 +114,7 @@ def test_nan_on_one_rank_survives_every_reduce(norm_type):
     assert not reduced.isnan().any(), "a NaN on the wire is dropped by some backends' MAX"
 
 
-votes = st.builds(Votes, st.booleans(), st.booleans(), st.booleans(), st.booleans())
+votes = st.builds(Votes, *[st.booleans()] * len(dataclasses.fields(Votes)))
 
 
 @given(st.lists(votes, min_size=2, max_size=9), st.sampled_from([2.0, math.inf]), st.integers(0))

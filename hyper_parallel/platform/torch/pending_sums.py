@@ -1,0 +1,150 @@
+"""Partial gradients: the norm of a sum that has not been taken yet.
+
+A rank cannot know alone that another's gradient is Partial, so the header announces it. Then all
+ranks exchange what is pending, add each gradient up in bounded chunks by reduce-scatter over the
+whole group, to which ranks without it contribute zeros, and each takes the partial norm of the
+slices it receives. Rare, and not one all-reduce.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .clip_result import Copies
+from .partial_norms import measure
+from .torch_private import reduce_scatter_sum
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from .exchange import ReductionGroup
+    from .grad_shards import GradShard
+    from .lanes import Layout, RankSet
+    from .wire_format import PartialNorm
+
+__all__ = ["measure_pending"]
+
+# Elements added up at a time over all ranks: 16 MiB as float32.
+_CHUNK_NUMEL = 1 << 22
+
+
+class _Pending(NamedTuple):
+    """One Partial gradient, as all ranks of the group describe it; integers only.
+
+    Attributes:
+        sum_lane: Lane number of the ranks over which it is summed.
+        position: Where the parameter stands in those ranks' lists.
+        total_lane: Lane number of the ranks that read its norm.
+        numel: Elements of the local tensor, which all ranks of the sum have.
+        is_average: 1 for avg, 0 for sum.
+        wide: 1 to add in float64, for a float64 gradient; else float32.
+        is_complex: 1 for complex elements.
+    """
+
+    sum_lane: int
+    position: int
+    total_lane: int
+    numel: int
+    is_average: int
+    wide: int
+    is_complex: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        if self.is_complex:
+            return torch.complex128 if self.wide else torch.complex64
+        return torch.float64 if self.wide else torch.float32
+
+
+def measure_pending(
+    group: ReductionGroup, layout: Layout, shards: Sequence[GradShard], norm_type: float
+) -> Mapping[RankSet, list[PartialNorm]]:
+    """Add up all Partial gradients of the group's ranks and measure this rank's slices.
+
+    Args:
+        group: The group.
+        layout: With a lane for the rank set and for the ranks of the sum of every one of them.
+        shards: This rank's Partial gradients; may be empty.
+        norm_type: As for `measure`.
+
+    Returns:
+        Partial norms by the rank set that reads them, of which this rank need not be one.
+
+    Ranks: all of the group.
+
+    Raises:
+        ValueError: On every rank, if ranks of one sum disagree on a gradient's size or kind.
+    """
+    own = {_describe(shard, layout): shard.local for shard in shards}
+    rows = group.gather_ints([field for pending in own for field in pending])
+    everywhere = sorted({pending for row in rows for pending in _parse(row)})
+    _validate_agreement(everywhere)
+    rank_sets = list(layout.lane_of)
+    partials: dict[RankSet, list[PartialNorm]] = {}
+    for pending in everywhere:
+        num_summed = len(rank_sets[pending.sum_lane])
+        for slice_ in _slices(group, pending, own.get(pending)):
+            if pending.is_average:
+                slice_ /= num_summed
+            measured, fetched = measure([slice_], norm_type)
+            group.copies += fetched
+            partials.setdefault(rank_sets[pending.total_lane], []).extend(measured)
+    return partials
+
+
+def _describe(shard: GradShard, layout: Layout) -> _Pending:
+    if shard.pending is None:
+        raise ValueError("expected only Partial gradients")
+    return _Pending(
+        sum_lane=layout.lane_of[shard.pending.ranks],
+        position=shard.position,
+        total_lane=layout.lane_of[shard.rank_set],
+        numel=shard.local.numel(),
+        is_average=int(shard.pending.op == "avg"),
+        wide=int(shard.local.dtype in (torch.float64, torch.complex128)),
+        is_complex=int(shard.local.is_complex()),
+    )
+
+
+def _parse(row: Sequence[int]) -> Iterator[_Pending]:
+    width = len(_Pending._fields)
+    for start in range(0, len(row), width):
+        yield _Pending(*row[start : start + width])
+
+
+def _validate_agreement(everywhere: Sequence[_Pending]) -> None:
+    for one, other in itertools.pairwise(everywhere):
+        if one[:2] == other[:2]:
+            raise ValueError(
+                f"the Partial gradient of parameters[{one.position}] differs between the ranks of "
+                f"its sum: {one.numel} {one.dtype} elements here, {other.numel} {other.dtype} "
+                "elements there; they must pass the same list of parameters"
+            )
+
+
+def _slices(
+    group: ReductionGroup, pending: _Pending, local: torch.Tensor | None
+) -> Iterator[torch.Tensor]:
+    """Yield this rank's slices of the sum, chunk by chunk."""
+    flat = None if local is None else local.reshape(-1)
+    widest = max(1, _CHUNK_NUMEL // group.size)
+    for start in range(0, pending.numel, widest * group.size):
+        numel = min(widest * group.size, pending.numel - start)
+        share = -(-numel // group.size)
+        chunk = torch.zeros(share * group.size, dtype=pending.dtype, device=group.device)
+        if flat is not None:
+            chunk[:numel].copy_(flat[start : start + numel])
+        received = torch.empty(share, dtype=pending.dtype, device=group.device)
+        reduce_scatter_sum(_as_real(received), _as_real(chunk), group.group)
+        moved = int(flat is not None and flat.device != group.device)
+        group.copies += Copies(h2d=moved, collectives=1, host_syncs=moved)
+        # The last ranks' slices may be padding, which is zeros and part of no gradient.
+        first = share * group.group_rank
+        yield received[: max(0, min(share, numel - first))]
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor

@@ -1,0 +1,545 @@
+"""Inputs that were reported against other gradient clipping, with the right answers.
+
+Each test names its report. `dense` and `expert` are in tests/sharding.py.
+"""
+
+import gc
+import math
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from hyper_parallel import NormReducer, clip_grad_norm_, get_total_norm
+from tests.ranks import run_ranks
+from tests.sharding import (
+    dense,
+    expert,
+    host_dtensor,
+    local_grad,
+    mesh_of,
+    parameter,
+    parameter_of_shard,
+)
+
+BACKENDS = [pytest.param("gloo"), pytest.param("hccl", marks=pytest.mark.simnpu)]
+both = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def clip_on(num_ranks, backend, make, **options):
+    """Clip what `make(rank)` returns; return the norm and the norm afterwards, of each rank."""
+
+    def rank_main(rank):
+        params = make(rank)
+        norm = clip_grad_norm_(params, 1.0, **options)
+        assert not isinstance(norm, DTensor)
+        assert norm.dim() == 0
+        assert norm.device.type == "cpu"
+        p = options.get("norm_type", 2.0)
+        after = get_total_norm([q.grad for q in params if q.grad is not None], p)
+        return norm.item(), after.item()
+
+    return run_ranks(rank_main, num_ranks, backend=backend)
+
+
+def assert_norm(results, expected, *, after=1.0, digits=3):
+    norms = [norm for norm, _ in results]
+    assert len(set(norms)) == 1, f"ranks disagree: {norms}"
+    assert norms[0] == pytest.approx(expected, abs=0.51 * 10**-digits)
+    assert [value for _, value in results] == pytest.approx([after] * len(results), abs=2e-6)
+
+
+@pytest.mark.simnpu
+@pytest.mark.parametrize(("p", "norm"), [(2.0, 4.0), (1.0, 16.0), (math.inf, 1.0)])
+def test_host_shards_on_an_accelerator_only_group(p, norm):
+    """hyper-parallel#612, pytorch#148532, torchtune#1977, axolotl#3058: crashed.
+
+    A CPU tensor that reached the hccl group would raise, as torch's own clip shows here.
+    """
+
+    def rank_main(rank):
+        mesh = mesh_of("hccl", (2,))
+        param = parameter(torch.ones(8, 2), mesh, [Shard(0)])
+        with pytest.raises(RuntimeError) as raised:
+            torch.nn.utils.clip_grad_norm_([param], 1.0)
+        assert str(raised.value) == "No backend type associated with device type cpu"
+        total = clip_grad_norm_([param], 1.0, p).item()
+        return total, get_total_norm([param.grad], p).item()
+
+    results = run_ranks(rank_main, 2, backend="hccl")
+    assert [total for total, _ in results] == [norm, norm]
+    assert [after for _, after in results] == pytest.approx([1.0, 1.0], abs=2e-6)
+
+
+@both
+@pytest.mark.parametrize(("p", "norm"), [(2.0, 903.549), (math.inf, 192.0)])
+def test_dense_and_expert_on_different_meshes(backend, p, norm):
+    """pytorch#180346, Automodel#3461 (EP, inf norm): mixing meshes raised or crashed."""
+    results = clip_on(4, backend, lambda _: [dense(backend), expert(backend)], norm_type=p)
+    assert_norm(results, norm)
+
+
+def test_dense_and_expert_cost_one_all_reduce():
+    def rank_main(rank):
+        params = [dense("gloo"), expert("gloo")]
+        reducer = NormReducer()
+        first, second = (reducer.clip_(params, math.inf) for _ in range(2))
+        assert first.total_norm == second.total_norm
+        return second.copies.collectives
+
+    assert run_ranks(rank_main, 4) == [1, 1, 1, 1]
+
+
+@both
+def test_dense_and_plain_tensor(backend):
+    """accelerate#4219, torchtune#2420."""
+
+    def make(rank):
+        return [dense(backend), parameter(torch.full((4,), 50.0))]
+
+    assert_norm(clip_on(4, backend, make), 146.424)
+
+
+@both
+def test_dense_and_replicated_dtensor(backend):
+    """hyper-parallel#279: 226.804, each replica counted."""
+
+    def make(rank):
+        mesh = mesh_of(backend, (4,))
+        return [dense(backend), parameter(torch.full((4,), 50.0), mesh, [Replicate()])]
+
+    assert_norm(clip_on(4, backend, make), 146.424)
+
+
+def test_replicated_and_sharded_on_eight_ranks():
+    """TransformerEngine (ROCm)#715."""
+
+    def make(rank):
+        mesh = mesh_of("gloo", (8,))
+        return [
+            parameter(torch.ones(4), mesh, [Replicate()]),
+            parameter(torch.full((8,), 2.0), mesh, [Shard(0)]),
+        ]
+
+    assert_norm(clip_on(8, "gloo", make), 6.0)
+
+
+@both
+def test_hsdp_counts_each_replica_once(backend):
+    """VeOmni#184: 186.676; LlamaFactory#10640, pytorch#170862: a DTensor, or 132 / 2."""
+
+    def make(rank):
+        mesh = mesh_of(backend, (2, 2), ("replicate", "shard"))
+        placements = [Replicate(), Shard(0)]
+        return [
+            parameter(torch.arange(1.0, 33.0).reshape(8, 4), mesh, placements),
+            parameter(2 * torch.arange(1.0, 17.0).reshape(4, 4), mesh, placements),
+        ]
+
+    assert_norm(clip_on(4, backend, make), 132.0)
+
+
+@both
+def test_rank_without_gradient_joins_at_once(backend):
+    """Model-Optimizer#1621: the other ranks waited for it."""
+
+    def make(rank):
+        param = dense(backend)
+        if rank == 3:
+            param.grad = None
+        return [param]
+
+    def rank_main(rank):
+        params = make(rank)
+        return clip_grad_norm_(params, 1.0).item()
+
+    assert run_ranks(rank_main, 4, backend=backend) == [70.0] * 4
+
+
+@both
+def test_rank_without_its_expert_gradient(backend):
+    """Found while surveying: an expert that no token reached."""
+
+    def rank_main(rank):
+        params = [dense(backend), expert(backend)]
+        if rank == 3:
+            params[1].grad = None
+        return clip_grad_norm_(params, 1.0).item()
+
+    norms = run_ranks(rank_main, 4, backend=backend)
+    assert len(set(norms)) == 1
+    assert norms[0] == pytest.approx(639.944, abs=5e-4)
+
+
+def test_nan_on_one_rank_reaches_all():
+    """verl-omni#539."""
+
+    def rank_main(rank):
+        param = dense("gloo")
+        if rank == 2:
+            local_grad(param)[0, 0] = math.nan
+        return clip_grad_norm_([param], 1.0).item()
+
+    assert all(math.isnan(norm) for norm in run_ranks(rank_main, 4))
+
+
+@both
+def test_error_if_nonfinite_raises_on_every_rank_and_names_the_culprit(backend):
+    """verl-omni#539: gradients stay as they were, and rank and parameter are named."""
+
+    def rank_main(rank):
+        module = torch.nn.Module()
+        module.fine, module.poisoned = dense(backend), expert(backend)
+        if rank == 2:
+            local_grad(module.poisoned)[0, 0, 0] = math.nan
+            local_grad(module.poisoned)[0, 0, 1] = math.inf
+        before = [local_grad(p).clone() for p in module.parameters()]
+        with pytest.raises(RuntimeError, match=r"rank 2: poisoned \(1 NaN, 1 inf\)"):
+            clip_grad_norm_(module, 1.0, error_if_nonfinite=True)
+        for param, grad in zip(module.parameters(), before, strict=True):
+            torch.testing.assert_close(local_grad(param), grad, rtol=0, atol=0, equal_nan=True)
+        result = NormReducer(module).clip_(module, math.inf)
+        return [(g.name, g.num_nan, g.num_inf) for g in result.nonfinite]
+
+    assert run_ranks(rank_main, 4, backend=backend) == [[], [], [("poisoned", 1, 1)], []]
+
+
+def test_error_if_nonfinite_without_a_group():
+    param = parameter(torch.tensor([1.0, math.inf]))
+    with pytest.raises(RuntimeError, match=r"parameters\[0\] of shape \(2,\) \(0 NaN, 1 inf\)"):
+        clip_grad_norm_([param], 1.0, error_if_nonfinite=True)
+    assert param.grad.tolist() == [1.0, math.inf]
+
+
+def test_error_if_nonfinite_when_finite_gradients_have_an_infinite_norm():
+    param = parameter(torch.full((100,), 3e38))
+    with pytest.raises(RuntimeError, match="non-finite"):
+        clip_grad_norm_([param], 1.0, error_if_nonfinite=True)
+
+
+def test_huge_gradients_have_a_finite_norm():
+    """pytorch#46849: float32 squares overflow."""
+    param = parameter(torch.full((100,), 1e20))
+    assert clip_grad_norm_([param], 1.0).item() == pytest.approx(1e21, rel=1e-6)
+    assert param.grad.tolist() == pytest.approx([0.1] * 100, rel=1e-6)
+
+
+def test_tiny_gradients_have_a_norm():
+    param = parameter(torch.full((100,), 1e-25))
+    assert clip_grad_norm_([param], 1.0).item() == pytest.approx(1e-24, rel=1e-6)
+
+
+def test_bfloat16_norm_is_not_rounded_to_bfloat16():
+    """torchtitan#4135: 528."""
+    large, small = (torch.full((4,), value, dtype=torch.bfloat16) for value in (256.0, 16.0))
+    params = [parameter(large), *(parameter(small) for _ in range(16))]
+    assert clip_grad_norm_(params, 1.0).item() == pytest.approx(527.758, abs=5e-4)
+
+
+def test_float16_norm_beyond_float16():
+    """fairscale#263, burn#5699: inf."""
+    param = parameter(torch.full((65536,), 300.0, dtype=torch.float16))
+    assert clip_grad_norm_([param], 1.0).item() == 76800.0
+
+
+def count_calls(function):
+    """Return how many Python and C functions a call runs: its work, without a clock."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    gc.disable()
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return calls
+
+
+def test_work_grows_linearly_with_the_number_of_dtensors():
+    """pytorch#169445: time grew faster than the number of gradients."""
+
+    def rank_main(rank):
+        mesh = mesh_of("gloo", (2,))
+        params = [parameter(torch.ones(2), mesh, [Shard(0)]) for _ in range(1000)]
+        clip_grad_norm_(params, 0.0)
+        return [count_calls(lambda n=n: clip_grad_norm_(params[:n], 0.0)) for n in (500, 1000)]
+
+    for half, whole in run_ranks(rank_main, 2):
+        assert whole <= 2.0 * half
+
+
+@pytest.mark.simnpu
+def test_ten_and_a_thousand_parameters_cost_the_same():
+    """pytorch#60691: 1 copy up, 1 all-reduce, 1 copy down, 1 host sync."""
+    from hyper_parallel.testing import simnpu
+
+    def rank_main(rank):
+        mesh = mesh_of("hccl", (2,))
+        params = [parameter(torch.ones(2), mesh, [Shard(0)]) for _ in range(1000)]
+        clip_grad_norm_(params, math.inf)
+        costs = []
+        for n in (10, 1000):
+            simnpu.reset_counters()
+            norm = clip_grad_norm_(params[:n], 1.0)
+            counters = simnpu.counters()
+            costs.append([counters[k] for k in ("h2d", "collectives", "d2h", "host_syncs")])
+            assert norm.item() == pytest.approx(math.sqrt(2 * n))
+            for param in params:
+                local_grad(param).fill_(1.0)
+        return costs
+
+    assert run_ranks(rank_main, 2, backend="hccl") == [[[1, 1, 1, 1]] * 2] * 2
+
+
+@pytest.mark.simnpu
+def test_result_is_not_read_before_its_copy_completed():
+    """torchrec#4421. Copies on the simulated NPU do nothing until somebody waits for them."""
+
+    def rank_main(rank):
+        norms = []
+        for value in (1.0, 2.0, 3.0):
+            param = parameter(torch.full((4,), value), mesh_of("hccl", (2,)), [Shard(0)])
+            norms.append(clip_grad_norm_([param], 1.0).item())
+        return norms
+
+    assert run_ranks(rank_main, 2, backend="hccl") == [[2.0, 4.0, 6.0]] * 2
+
+
+@both
+def test_empty_shard_under_the_inf_norm(backend):
+    """torchrec#3809, #3891: 3 rows on 4 ranks."""
+
+    def rank_main(rank):
+        grad = torch.arange(1.0, 7.0).reshape(3, 2)
+        param = parameter(grad, mesh_of(backend, (4,)), [Shard(0)])
+        assert (local_grad(param).numel() == 0) == (rank == 3)
+        return clip_grad_norm_([param], 1.0, math.inf).item()
+
+    assert run_ranks(rank_main, 4, backend=backend) == [6.0] * 4
+
+
+def test_largest_of_three_buckets():
+    """VeOmni#758."""
+
+    def make(rank):
+        mesh = mesh_of("gloo", (2,))
+        return [parameter(torch.full((4,), v), mesh, [Shard(0)]) for v in (1.0, 5.0, 3.0)]
+
+    assert_norm(clip_on(2, "gloo", make, norm_type=math.inf), 5.0)
+
+
+def test_gradients_of_a_large_shard_are_really_scaled():
+    """transformers#46113; its memory is in test_partial_norms.py."""
+    param = parameter(torch.ones(1 << 20))
+    assert clip_grad_norm_([param], 1.0).item() == 1024.0
+    assert param.grad.unique().tolist() == pytest.approx([1 / 1024], rel=1e-6)
+
+
+def test_accumulated_gradient_has_one_norm():
+    """DeepSpeed#7967: 3 then 4 is 7; NeMo-RL#1426: four micro-batches, one norm."""
+
+    def rank_main(rank):
+        weight = torch.nn.Parameter(torch.zeros(1))
+        norms = []
+        for slopes in ((3.0, 4.0), (1.0, 0.5, 0.5, 1.0)):
+            for slope in slopes:
+                (weight * slope).sum().backward()
+            norms.append(clip_grad_norm_([weight], math.inf).item())
+        return norms
+
+    assert run_ranks(rank_main, 1, backend="none") == [[7.0, 10.0]]
+
+
+def test_bucket_without_local_parameters():
+    """DeepSpeed#5241: the norm of the other bucket, as a tensor."""
+
+    def rank_main(rank):
+        mesh = mesh_of("gloo", (2,))
+        present = parameter(torch.tensor([3.0, 4.0]), mesh, [Shard(0)])
+        absent = parameter_of_shard(torch.empty(0, 4), mesh, [Shard(0)])
+        norm = clip_grad_norm_([absent, present], 1.0)
+        assert isinstance(norm, torch.Tensor)
+        return norm.item()
+
+    assert run_ranks(rank_main, 2) == [5.0, 5.0]
+
+
+def test_ddp_gradients_are_equal_already():
+    """twinkle#290: [0.8] on two ranks is 0.8, not its root of two fold."""
+
+    def rank_main(rank):
+        param = parameter(torch.tensor([0.8]))
+        before = param.grad.clone()
+        norm = clip_grad_norm_([param], 1.0).item()
+        assert torch.equal(param.grad, before)
+        return norm
+
+    assert run_ranks(rank_main, 2) == [torch.tensor(0.8).item()] * 2
+
+
+def test_dtypes_mix_in_one_list():
+    """Megatron-LM#7338: fp32 [3] + bf16 [4]."""
+    params = [parameter(torch.tensor([3.0])), parameter(torch.tensor([4.0]).bfloat16())]
+    assert clip_grad_norm_(params, 1.0).item() == 5.0
+
+
+def test_frozen_parameter_is_skipped():
+    """fairscale#1167, prismatic-vlms#35."""
+    frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    assert clip_grad_norm_([frozen, parameter(torch.tensor([3.0, 4.0]))], 1.0).item() == 5.0
+
+
+def test_optimizer_groups_are_clipped_together():
+    """OLMo#261, transformers#614: the norm is global unless asked otherwise."""
+    groups = [{"params": [parameter(torch.tensor([value]))]} for value in (3.0, 4.0)]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    clip_grad_norm_(params, 1.0)
+    assert [p.grad.item() for p in params] == pytest.approx([0.6, 0.8], abs=1e-6)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_optimizer_steps_by_the_clipped_gradient(make):
+    """prime-rl#3196: the logged norm was clipped, the step was not."""
+    clipped, given = (parameter(torch.tensor([3.0, 4.0])) for _ in range(2))
+    clip_grad_norm_([clipped], 1.0)
+    given.grad = clipped.grad.clone()
+    assert given.grad.norm().item() == pytest.approx(1.0, abs=1e-6)
+    for param in (clipped, given):
+        make([param], lr=1.0).step()
+    assert torch.equal(clipped, given)
+
+
+def test_tiny_coefficient_is_applied():
+    """Megatron-LM#5395: norm 5e7."""
+    param = parameter(torch.tensor([3e7, 4e7]))
+    result = NormReducer().clip_([param], 1.0)
+    assert result.total_norm.item() == 5e7
+    assert result.clip_coef.item() == pytest.approx(2e-8, rel=1e-6)
+    assert param.grad.tolist() == pytest.approx([0.6, 0.8], rel=1e-6)
+
+
+def test_parameter_listed_twice_counts_and_is_scaled_once():
+    """Found while surveying."""
+    param = parameter(torch.tensor([3.0, 4.0]))
+    assert get_total_norm([param.grad, param.grad]).item() == 5.0
+    assert clip_grad_norm_([param, param], 1.0).item() == 5.0
+    assert param.grad.tolist() == pytest.approx([0.6, 0.8], abs=1e-6)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan])
+def test_impossible_max_norm_is_refused(max_norm):
+    """Found while surveying: a negative one turns the signs."""
+    param = parameter(torch.tensor([3.0, 4.0]))
+    with pytest.raises(ValueError, match="max_norm"):
+        clip_grad_norm_([param], max_norm)
+    assert param.grad.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("norm_type", [-2.0, math.nan])
+def test_impossible_norm_type_is_refused(norm_type):
+    with pytest.raises(ValueError, match="norm_type"):
+        clip_grad_norm_([parameter(torch.ones(2))], 1.0, norm_type)
+
+
+@both
+@pytest.mark.parametrize(("p", "norm"), [(2.0, 0.0), (math.inf, 0.0), (-math.inf, math.inf)])
+def test_no_gradient_anywhere_does_not_hang(backend, p, norm):
+    """Found while surveying."""
+
+    def rank_main(rank):
+        mesh = mesh_of(backend, (2,))
+        param = parameter(None, mesh, [Shard(0)], shape=(4,))
+        return clip_grad_norm_([param], 1.0, p).item()
+
+    assert run_ranks(rank_main, 2, backend=backend) == [norm, norm]
+
+
+def test_complex_gradient():
+    """Found while surveying."""
+    param = parameter(torch.tensor([3 + 4j]))
+    assert clip_grad_norm_([param], 1.0).item() == 5.0
+    assert abs(param.grad.item()) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_norm_type_by_name():
+    """torch takes 'inf', too."""
+    assert get_total_norm([torch.tensor([3.0, -4.0])], "inf").item() == 4.0
+
+
+@both
+def test_every_rank_returns_the_same_bits(backend):
+    """ColossalAI#2192, SpecForge#663."""
+
+    def rank_main(rank):
+        torch.manual_seed(0)
+        params = [dense(backend), expert(backend)]
+        mesh = mesh_of(backend, (4,))
+        params += [
+            parameter(torch.randn(33, 3).to(dtype), mesh, [Shard(0)])
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        ]
+        return [clip_grad_norm_(params, math.inf, p).item() for p in (2.0, 1.0, 3.0, math.inf)]
+
+    assert len({tuple(norms) for norms in run_ranks(rank_main, 4, backend=backend)}) == 1
+
+
+@pytest.mark.simnpu
+def test_offload_on_and_off_step_to_equal_parameters():
+    """ms-swift#9844, Megatron-LM (lite)#21, with FSDP2's own offload."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    def train(rank, policy):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(13, 31), torch.nn.Tanh(), torch.nn.Linear(31, 5)
+        )
+        mesh = mesh_of("hccl", (4,))
+        if not isinstance(policy, CPUOffloadPolicy):
+            model.to("npu")
+        for module in (model[0], model[2], model):
+            fully_shard(module, mesh=mesh, offload_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        norms = []
+        for step in range(3):
+            torch.manual_seed(step * 10 + rank)
+            model(torch.randn(4, 13).to("npu")).square().sum().backward()
+            result = NormReducer(model).clip_(model.parameters(), 0.1)
+            assert result.clip_coef < 1.0
+            norms.append(result.total_norm.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms, [p.to_local().detach().cpu() for p in model.parameters()]
+
+    def rank_main(rank):
+        resident, offloaded = (
+            train(rank, policy) for policy in (OffloadPolicy(), CPUOffloadPolicy())
+        )
+        assert resident[0] == offloaded[0]
+        for a, b in zip(resident[1], offloaded[1], strict=True):
+            assert torch.equal(a, b)
+        return offloaded[0]
+
+    results = run_ranks(rank_main, 4, backend="hccl", timeout_s=50)
+    assert all(norms == results[0] for norms in results)
+
+
+def test_gradient_of_another_spec_than_its_parameter():
+    """The gradient's spec says what it is: here replicated, of a sharded parameter."""
+
+    def rank_main(rank):
+        mesh = mesh_of("gloo", (2,))
+        param = parameter(None, mesh, [Shard(0)], shape=(4,))
+        param.grad = host_dtensor(torch.full((4,), 2.0), mesh, [Replicate()])
+        norm = clip_grad_norm_([param], math.inf).item()
+        dist.barrier()
+        return norm
+
+    assert run_ranks(rank_main, 2) == [4.0, 4.0]

@@ -1,0 +1,137 @@
+"""Parameters to gradient shards with their rank sets."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from hyper_parallel.platform.torch.grad_shards import (
+    GradShard,
+    ParameterList,
+    PendingSum,
+    collect_grad_shards,
+    rank_sets_of,
+)
+from tests.ranks import run_ranks
+from tests.sharding import mesh_of, parameter
+
+EVERYONE = tuple(range(8))
+# Mesh (2, 4) over 8 ranks; rank 5 is at (1, 1).
+REACHES = {
+    "fsdp-and-ep": ([Shard(0), Shard(1)], EVERYONE, None),
+    "hsdp": ([Replicate(), Shard(0)], (4, 5, 6, 7), None),
+    "first-dim-only": ([Shard(1), Replicate()], (1, 5), None),
+    "replicated": ([Replicate(), Replicate()], (), None),
+    "partial-sum": ([Partial(), Replicate()], (1, 5), PendingSum((1, 5), "sum")),
+    "partial-avg-of-shards": ([Partial("avg"), Shard(0)], EVERYONE, PendingSum((1, 5), "avg")),
+    "partial-over-both": ([Partial(), Partial()], EVERYONE, PendingSum(EVERYONE, "sum")),
+}
+
+
+def test_rank_set_is_the_sub_mesh_along_the_dims_with_distinct_elements():
+    def rank_main(rank):
+        mesh = mesh_of("gloo", (2, 4))
+        found = {}
+        for name, (placements, _, _) in REACHES.items():
+            param = torch.nn.Parameter(torch.zeros(8, 8))
+            param.main_grad = DTensor.from_local(
+                torch.ones(8, 8), mesh, placements, run_check=False
+            )
+            [shard] = collect_grad_shards(ParameterList([param]))
+            found[name] = (shard.rank_set, shard.pending)
+        return found
+
+    found = run_ranks(rank_main, 8)[5]
+    assert found == {name: (ranks, pending) for name, (_, ranks, pending) in REACHES.items()}
+
+
+def test_mesh_dims_of_size_one_and_ranks_outside_the_mesh_hold_whole_gradients():
+    def rank_main(rank):
+        one = mesh_of("gloo", (1, 2))
+        pair = DeviceMesh("cpu", [0])
+        params = [
+            parameter(torch.ones(4, 4), one, [Shard(0), Replicate()]),
+            parameter(torch.ones(4, 4), one, [Partial(), Replicate()]),
+            parameter(torch.ones(4, 4), pair, [Shard(0)]),
+        ]
+        return [
+            (shard.rank_set, shard.pending, shard.local.numel())
+            for shard in collect_grad_shards(ParameterList(params))
+        ]
+
+    whole = ((), None, 16)
+    assert run_ranks(rank_main, 2) == [[whole] * 3, [whole, whole, ((), None, 0)]]
+
+
+def test_plain_gradient_of_a_sharded_parameter_has_the_parameters_rank_set():
+    def rank_main(rank):
+        param = parameter(None, mesh_of("gloo", (2,)), [Shard(0)], shape=(4,))
+        param.main_grad = torch.ones(2)
+        [shard] = collect_grad_shards(ParameterList([param]))
+        assert shard.local is param.main_grad
+        return shard.rank_set
+
+    assert run_ranks(rank_main, 2) == [(0, 1), (0, 1)]
+
+
+def test_pending_collective_of_a_local_tensor_is_waited_for():
+    def rank_main(rank):
+        mesh = mesh_of("gloo", (2,))
+        partial = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
+        param = parameter(None, mesh, [Replicate()], shape=(4,))
+        param.main_grad = partial.redistribute(mesh, [Replicate()])
+        with torch.no_grad():
+            [shard] = collect_grad_shards(ParameterList([param]))
+        assert type(shard.local) is torch.Tensor
+        return shard.local.tolist()
+
+    assert run_ranks(rank_main, 2) == [[2.0] * 4] * 2
+
+
+def test_names_come_from_the_module_else_from_place_and_shape():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3))
+    named = ParameterList(module)
+    assert [named.describe(i) for i in range(2)] == ["0.weight", "0.bias"]
+    unnamed = ParameterList(module.parameters())
+    assert unnamed.describe(1) == "parameters[1] of shape (3,)"
+    reminded = ParameterList([module[0].bias], named.names)
+    assert reminded.describe(0) == "0.bias"
+
+
+def test_gradients_are_collected_in_order_and_once():
+    first, second, frozen = (parameter(torch.ones(n)) for n in (1, 2, 3))
+    frozen.grad = None
+    shards = collect_grad_shards(ParameterList([second, frozen, first, second]))
+    assert shards == [
+        GradShard(second.grad, (), None, 0),
+        GradShard(first.grad, (), None, 2),
+    ]
+
+
+def test_one_gradient_under_two_parameters_is_scaled_once():
+    first, second = (parameter(torch.ones(2)) for _ in range(2))
+    second.main_grad = first.main_grad = torch.ones(2)
+    assert len(collect_grad_shards(ParameterList([first, second]))) == 1
+
+
+def test_rank_sets_of_a_model_foretell_those_of_its_gradients():
+    def rank_main(rank):
+        mesh = mesh_of("gloo", (2, 2))
+        params = [
+            parameter(torch.ones(4, 4), mesh, placements)
+            for placements in ([Shard(0), Shard(1)], [Replicate(), Shard(0)], [Replicate()] * 2)
+        ]
+        foretold = rank_sets_of(ParameterList(params))
+        shards = collect_grad_shards(ParameterList(params))
+        assert foretold == {shard.rank_set for shard in shards if shard.rank_set}
+        return foretold
+
+    assert run_ranks(rank_main, 4)[3] == {(0, 1, 2, 3), (2, 3)}
+
+
+def test_only_writable_gradients_are_collected_for_scaling():
+    grad = torch.ones(1).expand(3)
+    listed = ParameterList([grad], are_gradients=True)
+    assert len(collect_grad_shards(listed, writable=False)) == 1
+    with pytest.raises(TypeError, match="expanded"):
+        collect_grad_shards(listed)

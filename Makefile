@@ -9,14 +9,13 @@ STAMP := $(VENV)/.installed-$(shell cksum pyproject.toml Makefile | cksum | cut 
 .PHONY: demo test test-slow lint setup clean
 
 setup: $(STAMP)
+	@$(BIN)/python -c "from hyper_parallel.testing import simnpu; simnpu.install()"
 
 $(STAMP): pyproject.toml Makefile
-	@echo "setup: creating $(VENV) and installing $(TORCH) and the test packages (a minute or two)"
+	@echo "setup: installing $(TORCH) and the test packages into $(VENV), a minute or two"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,trainer]'
-	@echo "setup: building the simulated NPU if it is not in the cache (about a minute)"
-	$(BIN)/python -c "from hyper_parallel.testing import simnpu; simnpu.install()"
+	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[test,trainer]'
 	rm -f $(VENV)/.installed-*
 	touch $@
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hyper_parallel import get_total_norm
+from hyper_parallel.platform.torch import partial_norms
 from hyper_parallel.platform.torch.clip_result import Copies
 from hyper_parallel.platform.torch.partial_norms import measure, scale_
 from hyper_parallel.platform.torch.wire_format import PartialNorm
@@ -190,3 +191,35 @@ def test_scaling_computes_wide_and_rounds_once(dtype, foreach):
         expected = (tensor.to(middle) * coef).to(dtype)
         scale_([tensor], coef, foreach=foreach)
         assert torch.equal(tensor, expected)
+
+
+@pytest.mark.simnpu
+@pytest.mark.parametrize("has_float64", [True, False])
+def test_device_shards_are_measured_like_host_shards(has_float64):
+    """Where a device has no float64, sums are float32, scaled so that no power leaves its range."""
+
+    def rank_main(rank):
+        partial_norms._has_float64 = lambda device: has_float64
+        tensors = [
+            sample(150_001, torch.float32),
+            sample(10_001, torch.bfloat16),
+            sample(999, torch.float16),
+            sample(64, torch.complex64),
+            torch.full((100,), 1e20),
+            torch.full((100,), 1e-25),
+            torch.empty(0, 3),
+            torch.zeros(5),
+            sample(600, torch.float32).view(20, 30).t(),
+            torch.tensor([1.0, math.nan, math.inf, -math.inf]),
+        ]
+        moved = [tensor.to("npu") for tensor in tensors]
+        for p in ORDERS:
+            on_host, _ = measure(tensors, p)
+            on_device, copies = measure(moved, p)
+            assert copies == Copies(d2h=1, host_syncs=1)
+            tolerance = 1e-13 if has_float64 else 2e-5
+            for ours, theirs in zip(on_device, on_host, strict=True):
+                assert ours.value == pytest.approx(theirs.value, rel=tolerance)
+                assert (ours.num_nan, ours.num_inf) == (theirs.num_nan, theirs.num_inf)
+
+    run_ranks(rank_main, 1, backend="hccl")

@@ -34,23 +34,6 @@ class Stream(torch.Stream):
         return super().__new__(cls, device=torch.device(_DEVICE_TYPE, index), priority=priority)
 
 
-class Event(torch.Event):
-    """An event of a simulated NPU."""
-
-    def __new__(
-        cls,
-        enable_timing: bool = False,  # noqa: FBT001, FBT002 - torch.cuda.Event's signature
-        blocking: bool = False,  # noqa: FBT001, FBT002
-        interprocess: bool = False,  # noqa: FBT001, FBT002
-    ) -> Event:
-        """Make an event that is not recorded yet."""
-        if interprocess:
-            raise ValueError("simulated NPUs have no interprocess events; pass interprocess=False")
-        return super().__new__(
-            cls, device=_DEVICE_TYPE, enable_timing=enable_timing, blocking=blocking
-        )
-
-
 class stream:  # noqa: N801 - torch.cuda.stream's name
     """Context in which a stream is the current one; None changes nothing."""
 
@@ -111,13 +94,38 @@ def make_device_module(native: Native) -> types.ModuleType:
     for functions in (
         _lifecycle_functions(),
         _device_functions(native, resolve),
-        _stream_functions(resolve),
+        _stream_functions(native, resolve),
         _memory_functions(native),
         _random_functions(native, resolve),
     ):
         for name, value in functions.items():
             setattr(module, name, value)
     return module
+
+
+def _make_event_class(native: Native) -> type[torch.Event]:
+    class Event(torch.Event):
+        """An event of a simulated NPU."""
+
+        def __new__(
+            cls,
+            enable_timing: bool = False,  # noqa: FBT001, FBT002 - torch.cuda.Event's signature
+            blocking: bool = False,  # noqa: FBT001, FBT002
+            interprocess: bool = False,  # noqa: FBT001, FBT002
+        ) -> Event:
+            """Make an event that is not recorded yet."""
+            if interprocess:
+                raise ValueError("simulated NPUs have no interprocess events")
+            return super().__new__(
+                cls, device=_DEVICE_TYPE, enable_timing=enable_timing, blocking=blocking
+            )
+
+        def elapsed_time(self, end_event: torch.Event) -> float:
+            """Return simulated milliseconds from this event to `end_event`."""
+            # torch's own refuses events of a subclass.
+            return native.elapsed_ms(self.event_id, end_event.event_id)
+
+    return Event
 
 
 _Resolve = Callable[[_DeviceLike], int]
@@ -155,7 +163,7 @@ def _device_functions(native: Native, resolve: _Resolve) -> _Functions:
     }
 
 
-def _stream_functions(resolve: _Resolve) -> _Functions:
+def _stream_functions(native: Native, resolve: _Resolve) -> _Functions:
     def current_stream(device: _DeviceLike = None) -> Stream:
         return _wrap_stream(torch.accelerator.current_stream(resolve(device)))
 
@@ -164,7 +172,7 @@ def _stream_functions(resolve: _Resolve) -> _Functions:
 
     return {
         "Stream": Stream,
-        "Event": Event,
+        "Event": _make_event_class(native),
         "stream": stream,
         "current_stream": current_stream,
         "default_stream": default_stream,

@@ -3,12 +3,16 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <chrono>
+#include <cstdint>
+
 #include "config.h"
 #include "counters.h"
 #include "devices.h"
 #include "generator.h"
 #include "hccl_backend.h"
 #include "hooks.h"
+#include "streams.h"
 
 namespace py = pybind11;
 
@@ -35,6 +39,14 @@ void Synchronize(int device) {
   simnpu::SynchronizeDevice(static_cast<c10::DeviceIndex>(device));
 }
 
+// torch.Event.elapsed_time refuses subclasses of torch.Event.
+double ElapsedMs(int64_t start_event_id, int64_t end_event_id) {
+  const auto* start = reinterpret_cast<const simnpu::Marker*>(start_event_id);
+  const auto* end = reinterpret_cast<const simnpu::Marker*>(end_event_id);
+  TORCH_CHECK(start != nullptr && end != nullptr, "npu: both events must have been recorded");
+  return std::chrono::duration<double, std::milli>(end->finish_time - start->finish_time).count();
+}
+
 }  // namespace
 
 PYBIND11_MODULE(hyper_parallel_simnpu, module) {
@@ -49,6 +61,7 @@ PYBIND11_MODULE(hyper_parallel_simnpu, module) {
     simnpu::SetCurrentDevice(static_cast<c10::DeviceIndex>(index));
   });
   module.def("synchronize", &Synchronize, py::call_guard<py::gil_scoped_release>());
+  module.def("elapsed_ms", &ElapsedMs);
   module.def("default_generator", [](int device) {
     return simnpu::DefaultGenerator(static_cast<c10::DeviceIndex>(device));
   });

@@ -190,4 +190,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from_and_resize", CopyFromAndResize);
 }
 
+// Lazily conjugated or negated tensors are copied as such (host_view.cpp keeps the bits). By default
+// torch would materialise them first, by a copy, which it would materialise first, and so on.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
 }  // namespace simnpu

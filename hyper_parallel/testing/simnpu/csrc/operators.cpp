@@ -60,9 +60,10 @@ bool ReadsOneScalar(std::string_view name) {
   return name == "aten::_local_scalar_dense" || name == "aten::equal";
 }
 
-// A boolean mask used as an index has as many results as it has true elements.
-bool IndexesByMask(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
-  if (!IsIndexOp(schema.name())) {
+// A boolean mask stands for as many indices as it has true elements. (Reading by mask needs no such
+// check: torch finds the shape of its result by calling aten::nonzero.)
+bool WritesByMask(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+  if (schema.name() != "aten::_index_put_impl_") {
     return false;
   }
   const c10::IValue& indices = stack[stack.size() - schema.arguments().size() + 1];
@@ -78,7 +79,7 @@ bool IndexesByMask(const c10::FunctionSchema& schema, const torch::jit::Stack& s
 bool BlocksHost(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
   const auto* end = std::end(kBlockingOps);
   return std::find(std::begin(kBlockingOps), end, schema.name()) != end ||
-         IndexesByMask(schema, stack);
+         WritesByMask(schema, stack);
 }
 
 void SynchronizeCurrentQueue() {
@@ -163,10 +164,6 @@ void RegisterForeachKernels(torch::Library& library) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&RunCpuKernel>());
-}
-
-TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) {
-  library.fallback(torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) { RegisterForeachKernels(library); }

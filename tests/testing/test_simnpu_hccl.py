@@ -1,0 +1,226 @@
+"""The hccl backend: refusal of host tensors, laziness, counting, dead peers."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.testing import simnpu
+from tests.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.simnpu,
+    pytest.mark.filterwarnings(r"ignore:barrier\(\).* using the device under current context"),
+]
+
+
+def ranks(fn: Callable[[int], object], num_ranks: int = 2, **options: object) -> list[object]:
+    def fn_then_barrier(rank: int) -> object:
+        result = fn(rank)
+        dist.barrier()  # a rank that exits takes with it what its peers still expect
+        return result
+
+    return run_ranks(fn_then_barrier, num_ranks, **{"backend": "hccl", **options})
+
+
+def test_cpu_tensor_raises_exactly_the_known_message() -> None:
+    def fn(rank: int) -> str:
+        with pytest.raises(RuntimeError) as caught:
+            dist.all_reduce(torch.ones(1))
+        return str(caught.value)
+
+    assert ranks(fn) == ["No backend type associated with device type cpu"] * 2
+
+
+def test_mixed_backend_takes_both_kinds_of_tensor() -> None:
+    def fn(rank: int) -> list[float]:
+        tensors = [torch.ones(1), torch.ones(1, device="npu")]
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+        return [tensor.item() for tensor in tensors]
+
+    assert ranks(fn, backend="cpu:gloo,npu:hccl") == [[2.0, 2.0]] * 2
+
+
+def test_gloo_group_beside_hccl_takes_cpu_tensors_only() -> None:
+    def fn(rank: int) -> float:
+        group = dist.new_group(backend="gloo")
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=group)
+        with pytest.raises(RuntimeError, match="device type npu"):
+            dist.all_reduce(torch.ones(1, device="npu"), group=group)
+        return tensor.item()
+
+    assert ranks(fn) == [2.0, 2.0]
+
+
+def test_result_read_before_wait_is_the_old_one_every_time() -> None:
+    def fn(rank: int) -> list[list[float]]:
+        tensor = torch.ones(2, device="npu")
+        work = dist.all_reduce(tensor, async_op=True)
+        time.sleep(0.2)  # gloo is done by now; the device's memory must not show it
+        early = tensor.tolist()
+        work.wait()
+        return [early, tensor.tolist()]
+
+    assert ranks(fn) == [[[1.0, 1.0], [2.0, 2.0]]] * 2
+
+
+def test_wait_orders_the_stream_and_does_not_hold_the_host() -> None:
+    def fn(rank: int) -> tuple[int, int, int]:
+        tensor = torch.ones(2, device="npu")
+        simnpu.reset_counters()
+        dist.all_reduce(tensor)
+        counters = simnpu.counters()
+        return counters["collectives"], counters["collective_bytes"], counters["host_syncs"]
+
+    assert ranks(fn) == [(1, 8, 0)] * 2
+
+
+def test_copies_and_collective_make_one_round_trip() -> None:
+    def fn(rank: int) -> tuple[float, float, dict[str, int]]:
+        host = torch.full((1,), rank + 1.0, pin_memory=True)
+        device = torch.empty(1, device="npu")
+        event = torch.npu.Event()
+        simnpu.reset_counters()
+        device.copy_(host, non_blocking=True)
+        dist.all_reduce(device)
+        host.copy_(device, non_blocking=True)
+        early = host.item()
+        event.record()
+        event.synchronize()
+        counters = simnpu.counters()
+        names = ("h2d", "collectives", "d2h", "host_syncs", "kernels", "early_rewrites")
+        return early, host.item(), {name: counters[name] for name in names}
+
+    expected = {
+        "h2d": 1,
+        "collectives": 1,
+        "d2h": 1,
+        "host_syncs": 1,
+        "kernels": 0,
+        "early_rewrites": 0,
+    }
+    assert ranks(fn) == [(1.0, 3.0, expected), (2.0, 3.0, expected)]
+
+
+def test_pinned_buffer_rewritten_after_the_collective_but_before_a_wait_is_noticed() -> None:
+    def fn(rank: int) -> int:
+        host = torch.ones(1, pin_memory=True)
+        device = torch.empty(1, device="npu")
+        device.copy_(host, non_blocking=True)
+        dist.all_reduce(device)
+        host.fill_(9)
+        torch.npu.synchronize()
+        return simnpu.counters()["early_rewrites"]
+
+    assert ranks(fn) == [1, 1]
+
+
+def test_barrier_holds_the_host() -> None:
+    def fn(rank: int) -> tuple[bool, int]:
+        if rank == 1:
+            time.sleep(0.3)
+        start = time.monotonic()
+        dist.barrier(device_ids=[rank])
+        return time.monotonic() - start > 0.2, simnpu.counters()["host_syncs"]
+
+    assert ranks(fn) == [(True, 1), (False, 1)]
+
+
+def test_collective_latency_is_simulated() -> None:
+    def fn(rank: int) -> tuple[bool, bool]:
+        simnpu.configure(collective_us=300_000)
+        tensor = torch.ones(1, device="npu")
+        work = dist.all_reduce(tensor, async_op=True)
+        before = work.is_completed()
+        work.wait()
+        torch.npu.synchronize()
+        return before, work.is_completed()
+
+    assert ranks(fn) == [(False, True)] * 2
+
+
+def test_group_created_before_set_device_is_covered_by_device_synchronisation() -> None:
+    def fn(rank: int) -> int:
+        torch.npu.set_device(0)
+        group = dist.new_group()
+        torch.npu.set_device(rank)
+        host = torch.ones(1, pin_memory=True)
+        device = torch.empty(1, device="npu")
+        device.copy_(host, non_blocking=True)
+        dist.all_reduce(device, group=group, async_op=True)
+        torch.npu.synchronize()
+        return int(device.item())
+
+    assert ranks(fn) == [2, 2]
+
+
+def all_reduce_and_wait(tensor: torch.Tensor) -> None:
+    dist.all_reduce(tensor)
+    torch.npu.synchronize()
+
+
+def synchronise_device(_tensor: torch.Tensor) -> None:
+    torch.npu.synchronize()
+
+
+def run_a_kernel(tensor: torch.Tensor) -> None:
+    tensor.add_(1)
+
+
+def wait_for_an_event(_tensor: torch.Tensor) -> None:
+    event = torch.npu.Event()
+    event.record()
+    event.synchronize()
+
+
+@pytest.mark.parametrize(
+    "touch", [synchronise_device, run_a_kernel, wait_for_an_event, torch.Tensor.tolist]
+)
+def test_dead_peer_raises_where_the_result_is_needed(
+    touch: Callable[[torch.Tensor], object],
+) -> None:
+    def fn(rank: int) -> tuple[bool, float]:
+        if rank == 1:
+            time.sleep(0.2)
+            return True, 2.0  # and exits
+        tensor = torch.ones(2, device="npu")
+        dist.all_reduce(tensor)
+        with pytest.raises(RuntimeError, match=r"gloo|Gloo|[Cc]onnection|peer"):
+            touch(tensor)
+        # The device works on, and another collective fails again instead of hanging.
+        with pytest.raises(RuntimeError):
+            all_reduce_and_wait(tensor)
+        return True, torch.ones(2, device="npu").sum().item()
+
+    assert run_ranks(fn, 2, backend="hccl", timeout_s=20) == [(True, 2.0)] * 2
+
+
+def test_absent_peer_raises_at_the_groups_timeout() -> None:
+    has_raised = multiprocessing.get_context("fork").Event()
+
+    def fn(rank: int) -> str:
+        if rank == 1:
+            has_raised.wait(15)  # alive, and not taking part
+            return "absent"
+        dist.all_reduce(torch.ones(2, device="npu"))
+        with pytest.raises(RuntimeError) as caught:
+            torch.npu.synchronize()
+        has_raised.set()
+        return str(caught.value)
+
+    message, _ = run_ranks(fn, 2, backend="hccl", timeout_s=14, group_timeout_s=1.0)
+    assert "Timed out waiting 1000ms" in message
+
+
+def test_process_that_never_waits_exits_cleanly() -> None:
+    def fn(rank: int) -> int:
+        dist.all_reduce(torch.ones(2, device="npu"), async_op=True)
+        return os.getpid()
+
+    assert len(set(run_ranks(fn, 2, backend="hccl"))) == 2

@@ -7,6 +7,7 @@ survive a fork.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch._dynamo  # the first DTensor operation imports it: once here, not in every rank
 import torch.distributed as dist
 
 __all__ = ["RankFailedError", "run_ranks"]
@@ -61,19 +63,21 @@ def run_ranks(
         pipes: dict[Connection, int] = {}
         processes = []
         for rank in range(num_ranks):
-            receiver, sender = context.Pipe(duplex=False)
+            ours, theirs = context.Pipe()
             process = context.Process(
                 target=_rank_main,
-                args=(sender, fn, rank, num_ranks, args, backend, path, group_timeout),
+                args=(theirs, fn, rank, num_ranks, args, backend, path, group_timeout),
             )
             process.start()
-            sender.close()
-            pipes[receiver] = rank
+            theirs.close()
+            pipes[ours] = rank
             processes.append(process)
-        outcomes = _collect(pipes, time.monotonic() + timeout_s)
-        for process in processes:
-            process.kill()
-            process.join()
+        try:
+            outcomes = _collect(pipes, time.monotonic() + timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
     failures = [
         f"--- rank {rank} ---\n{text}" for rank, (ok, text) in sorted(outcomes.items()) if not ok
     ]
@@ -85,23 +89,24 @@ def run_ranks(
 def _collect(pipes: dict[Connection, int], deadline: float) -> dict[int, tuple[bool, Any]]:
     """Return (ok, result or traceback) per rank; ranks that say nothing in time are failures."""
     outcomes: dict[int, tuple[bool, Any]] = {}
-    while pipes:
-        ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
+    waiting = dict(pipes)
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             break
         for pipe in ready:
-            rank = pipes.pop(pipe)  # type: ignore[index]
+            rank = waiting.pop(pipe)  # type: ignore[index]
             try:
                 outcomes[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 outcomes[rank] = (False, "died without a word")
-    for rank in pipes.values():
+    for rank in waiting.values():
         outcomes[rank] = (False, "still running at the deadline")
     return outcomes
 
 
 def _rank_main(
-    sender: Connection,
+    parent: Connection,
     fn: Callable[..., Any],
     rank: int,
     num_ranks: int,
@@ -131,7 +136,9 @@ def _rank_main(
         outcome: tuple[bool, Any] = (True, fn(rank, *args))
     except BaseException:
         outcome = (False, traceback.format_exc())
-    sender.send_bytes(pickle.dumps(outcome))
-    sender.close()
-    # No tear-down: a rank that failed would make the others wait for it.
+    parent.send_bytes(pickle.dumps(outcome))
+    # Stay until the parent kills all: others may still be connecting to this rank. And no
+    # tear-down, which would wait for a rank that failed.
+    with contextlib.suppress(EOFError, OSError):
+        parent.recv_bytes()
     os._exit(0)

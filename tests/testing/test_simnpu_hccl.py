@@ -186,9 +186,10 @@ def test_dead_peer_raises_where_the_result_is_needed(
     touch: Callable[[torch.Tensor], object],
 ) -> None:
     def fn(rank: int) -> tuple[bool, float]:
+        dist.barrier(device_ids=[rank])
         if rank == 1:
-            time.sleep(0.2)
-            return True, 2.0  # and exits
+            time.sleep(0.3)
+            return True, 2.0  # and exits while rank 0 waits for it
         tensor = torch.ones(2, device="npu")
         dist.all_reduce(tensor)
         with pytest.raises(RuntimeError, match=r"gloo|Gloo|[Cc]onnection|peer"):
@@ -199,6 +200,24 @@ def test_dead_peer_raises_where_the_result_is_needed(
         return True, torch.ones(2, device="npu").sum().item()
 
     assert run_ranks(fn, 2, backend="hccl", timeout_s=20) == [(True, 2.0)] * 2
+
+
+def test_peer_that_died_before_raises_within_the_groups_timeout() -> None:
+    peer_is_gone = multiprocessing.get_context("fork").Event()
+
+    def fn(rank: int) -> str:
+        dist.barrier(device_ids=[rank])
+        if rank == 1:
+            peer_is_gone.set()
+            return "gone"
+        peer_is_gone.wait(10)
+        time.sleep(0.3)
+        with pytest.raises(RuntimeError) as caught:
+            all_reduce_and_wait(torch.ones(2, device="npu"))
+        return str(caught.value)
+
+    message, _ = run_ranks(fn, 2, backend="hccl", timeout_s=20, group_timeout_s=2.0)
+    assert "Timed out" in message or "onnection" in message
 
 
 def test_absent_peer_raises_at_the_groups_timeout() -> None:
@@ -220,6 +239,7 @@ def test_absent_peer_raises_at_the_groups_timeout() -> None:
 
 def test_process_that_never_waits_exits_cleanly() -> None:
     def fn(rank: int) -> int:
+        dist.barrier(device_ids=[rank])
         dist.all_reduce(torch.ones(2, device="npu"), async_op=True)
         return os.getpid()
 

@@ -119,6 +119,17 @@ def test_copy_from_a_buffer_the_device_wrote_needs_no_host() -> None:
     assert device.tolist() == [4.0] * 3
 
 
+def test_device_that_overwrites_a_buffer_it_read_is_no_early_rewrite() -> None:
+    host = torch.full((3,), 1.0, pin_memory=True)
+    devices = [torch.zeros(3, device="npu") for _ in range(2)]
+    devices[0].copy_(host, non_blocking=True)
+    host.copy_(torch.full((3,), 4.0, device="npu"), non_blocking=True)
+    devices[1].copy_(host, non_blocking=True)
+    torch.npu.synchronize()
+    assert [device.tolist() for device in devices] == [[1.0] * 3, [4.0] * 3]
+    assert simnpu.counters()["early_rewrites"] == 0
+
+
 def test_older_copy_does_not_overwrite_a_newer_one() -> None:
     host = torch.zeros(3, pin_memory=True)
     host.copy_(torch.full((3,), 1.0, device="npu"), non_blocking=True)

@@ -30,6 +30,7 @@ def test_staging_buffer_moves_once_each_way_and_waits_once():
         names = ("h2d", "h2d_async", "d2h", "d2h_async", "collectives", "host_syncs")
         counted = {name: after[name] - pinned_before.get(name, 0) for name in names}
         bytes_up = after["h2d_bytes"] - pinned_before["h2d_bytes"]
+        assert after["early_rewrites"] == 0
         return sums, counted, bytes_up
 
     for sums, counted, bytes_up in run_ranks(rank_main, 4, backend="hccl"):

@@ -12,10 +12,13 @@ from pathlib import Path
 # the ranks of a test (tests/ranks.py).
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(autouse=True)

@@ -95,9 +95,9 @@ def _collect(pipes: dict[Connection, int], deadline: float) -> dict[int, tuple[b
         if not ready:
             break
         for pipe in ready:
-            rank = waiting.pop(pipe)  # type: ignore[index]
+            rank = waiting.pop(pipe)
             try:
-                outcomes[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                outcomes[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 outcomes[rank] = (False, "died without a word")
     for rank in waiting.values():

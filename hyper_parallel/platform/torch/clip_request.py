@@ -44,7 +44,8 @@ class ClipRequest:
             )
         if not (norm_type >= 0 or norm_type == -math.inf):
             raise ValueError(f"expected norm_type >= 0, inf or -inf, got {norm_type}")
-        return cls(max_norm, norm_type, bool(error_if_nonfinite))
+        # + 0.0 turns -0.0 into 0.0, which the stamp would tell apart.
+        return cls(max_norm + 0.0, norm_type + 0.0, bool(error_if_nonfinite))
 
     @property
     def changes_gradients(self) -> bool:

@@ -8,7 +8,6 @@ in float32 and is 0.5 % off at 64 Mi elements (tests/ut/platform/torch/test_part
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from typing import TYPE_CHECKING
 
@@ -33,8 +32,7 @@ _DEVICE_CHUNK_NUMEL = 1 << 22
 def measure(tensors: Sequence[torch.Tensor], norm_type: float) -> tuple[list[PartialNorm], Copies]:
     """Return the partial norm of each tensor, and what fetching those of device tensors cost.
 
-    Device tensors are launched first, so that the device works while the host passes run; their
-    results come down in one copy per device.
+    Device tensors are launched first, so that the device works while the host passes run.
 
     Args:
         tensors: Gradient shards of any shape, strides, floating or complex dtype and device.
@@ -44,28 +42,24 @@ def measure(tensors: Sequence[torch.Tensor], norm_type: float) -> tuple[list[Par
     the dtype; on a device alike, if it has float64. Where it has none, sums are float32 over
     chunks scaled by the largest element.
 
-    Sync: one per device that holds shards, one more for each shard that is not finite.
+    Sync: one per device that holds shards, two if some of them are not finite.
     """
-    by_device: dict[torch.device, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        if tensor.device.type != "cpu":
-            by_device.setdefault(tensor.device, []).append(i)
-    launched = {
-        device: [_launch(_dense(tensors[i]), norm_type) for i in indices]
-        for device, indices in by_device.items()
-    }
-    values = [
-        _host_value(_dense(tensor), norm_type) if tensor.device.type == "cpu" else 0.0
-        for tensor in tensors
-    ]
-    for device, indices in by_device.items():
-        for i, row in zip(indices, _fetch(launched[device]), strict=True):
-            values[i] = _unscale(_combine_parts(row[1:], norm_type), row[0], norm_type)
-    partials = [
-        _to_partial(value, tensor, norm_type) for value, tensor in zip(values, tensors, strict=True)
-    ]
-    num_fetched = len(by_device)
-    return partials, Copies(d2h=num_fetched, host_syncs=num_fetched)
+    on_device = [i for i, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
+    dense = [_dense(tensor, norm_type) for tensor in tensors]
+    launched = [_launch(dense[i], norm_type) for i in on_device]
+    values = [_host_value(t, norm_type) if t.device.type == "cpu" else 0.0 for t in dense]
+    rows, copies = _fetch(launched)
+    for i, row in zip(on_device, rows, strict=True):
+        values[i] = _unscale(_combine_parts(row[1:], norm_type), row[0], norm_type)
+    partials = [PartialNorm(value) for value in values]
+
+    identity = math.inf if norm_type == -math.inf else 0.0
+    suspects = [i for i, v in enumerate(values) if not (math.isfinite(v) or v == identity)]
+    counts, count_copies = _fetch([_count_nonfinite(dense[i]) for i in suspects])
+    for i, (num_nan, num_inf) in zip(suspects, counts, strict=True):
+        overflows = not (num_nan or num_inf)
+        partials[i] = PartialNorm(identity, int(num_nan), int(num_inf), overflows)
+    return partials, copies + count_copies
 
 
 def scale_(tensors: Sequence[torch.Tensor], coef: float, *, foreach: bool) -> None:
@@ -97,30 +91,36 @@ def _foreach_rounds_once(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda" or tensor.dtype not in (torch.bfloat16, torch.float16)
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor
+def _dense(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return a dense tensor with the norm of this one: of a sparse one, what it stores."""
+    if tensor.layout != torch.sparse_coo:
+        return tensor
+    values = tensor.coalesce().values().flatten()
+    stores_all = values.numel() == tensor.numel()
+    if stores_all or norm_type != -math.inf:
+        return values
+    return torch.cat([values, values.new_zeros(1)])  # the smallest is one that is not stored
 
 
-def _to_partial(value: float, tensor: torch.Tensor, norm_type: float) -> PartialNorm:
-    """Attach the counts of NaN and infinite elements to a value that is not finite."""
-    identity = math.inf if norm_type == -math.inf else 0.0
-    if math.isfinite(value) or value == identity:
-        return PartialNorm(value)
-    num_nan = num_inf = 0
-    for chunk in _chunks(_dense(tensor), _HOST_CHUNK_NUMEL):
+def _count_nonfinite(tensor: torch.Tensor) -> torch.Tensor:
+    """Return [NaN elements, infinite elements] on the tensor's device."""
+    rows = []
+    for chunk in _chunks(tensor, _chunk_numel(tensor)):
         nan = chunk.isnan()
-        num_nan += int(nan.sum())
-        num_inf += int((chunk.isinf() & ~nan).sum())
-    # Neither: finite elements whose powers leave float64's range. The norm is infinite.
-    return PartialNorm(identity, num_nan, num_inf or int(not num_nan))
+        rows.append(torch.stack([nan.sum(), (chunk.isinf() & ~nan).sum()]))
+    return torch.stack(rows).sum(0)
+
+
+def _chunk_numel(tensor: torch.Tensor) -> int:
+    return _HOST_CHUNK_NUMEL if tensor.device.type == "cpu" else _DEVICE_CHUNK_NUMEL
 
 
 def _chunks(tensor: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
     """Cut a tensor of any strides into pieces of at most `numel` elements, without copying it."""
-    if tensor.is_contiguous():
-        yield from torch.split(tensor.view(-1), numel)
-    elif tensor.numel() <= numel:
+    if tensor.numel() <= numel:
         yield tensor
+    elif tensor.is_contiguous():
+        yield from torch.split(tensor.view(-1), numel)
     else:
         longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
         for piece in torch.split(tensor, -(-tensor.shape[longest] // 2), dim=longest):
@@ -128,22 +128,19 @@ def _chunks(tensor: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
 
 
 def _wide(chunk: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return a chunk as float64: parts of complex numbers where p = 2, else magnitudes."""
-    if not chunk.is_complex():
-        return chunk.double()
-    if norm_type == 2.0:
-        return torch.view_as_real(chunk.resolve_conj()).double()
-    return chunk.to(torch.complex128).abs()
+    """Return a chunk as flat float64: parts of complex numbers where p = 2, else magnitudes."""
+    if chunk.is_complex():
+        chunk = chunk.to(torch.complex128)
+        chunk = torch.view_as_real(chunk.resolve_conj()) if norm_type == 2.0 else chunk.abs()
+    return chunk.to(torch.float64, memory_format=torch.contiguous_format).reshape(-1)
 
 
 def _host_value(tensor: torch.Tensor, norm_type: float) -> float:
     """Return the sum of |x|^p, the count of nonzeros, or the max or min of |x|; NaN stays NaN."""
     if tensor.numel() == 0:
         return math.inf if norm_type == -math.inf else 0.0
-    parts = [
-        float(_reduce_chunk(_wide(chunk, norm_type).reshape(-1), norm_type))
-        for chunk in _chunks(tensor, _HOST_CHUNK_NUMEL)
-    ]
+    chunks = _chunks(tensor, _HOST_CHUNK_NUMEL)
+    parts = [float(_reduce_chunk(_wide(chunk, norm_type), norm_type)) for chunk in chunks]
     return _combine_parts(parts, norm_type)
 
 
@@ -185,20 +182,29 @@ def _launch(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     scale = one if wide or not is_sum else _safe_scale(tensor)
     parts = []
     for chunk in _chunks(tensor, _DEVICE_CHUNK_NUMEL):
-        x = (_wide(chunk, norm_type) if wide else _narrow(chunk)).reshape(-1)
+        x = _wide(chunk, norm_type) if wide else _narrow(chunk)
         parts.append(_reduce_chunk(x if wide or not is_sum else x / scale, norm_type))
     return torch.stack([scale, *parts])
 
 
-def _fetch(rows: list[torch.Tensor]) -> list[list[float]]:
-    """Bring the rows of one device to the host in one copy."""
-    flat = torch.cat(rows).tolist()
-    ends = list(itertools.accumulate(row.numel() for row in rows))
-    return [flat[end - row.numel() : end] for end, row in zip(ends, rows, strict=True)]
+def _fetch(rows: list[torch.Tensor]) -> tuple[list[list[float]], Copies]:
+    """Bring 1-D tensors to the host, in one copy from each device."""
+    fetched: list[list[float]] = [[] for _ in rows]
+    by_device: dict[torch.device, list[int]] = {}
+    for i, row in enumerate(rows):
+        by_device.setdefault(row.device, []).append(i)
+    for indices in by_device.values():
+        flat = torch.cat([rows[i] for i in indices]).tolist()
+        start = 0
+        for i in indices:
+            fetched[i] = flat[start : start + rows[i].numel()]
+            start += rows[i].numel()
+    num_copies = sum(device.type != "cpu" for device in by_device)
+    return fetched, Copies(d2h=num_copies, host_syncs=num_copies)
 
 
 def _narrow(chunk: torch.Tensor) -> torch.Tensor:
-    return (chunk.abs() if chunk.is_complex() else chunk).float()
+    return (chunk.abs() if chunk.is_complex() else chunk).float().reshape(-1)
 
 
 def _safe_scale(tensor: torch.Tensor) -> torch.Tensor:

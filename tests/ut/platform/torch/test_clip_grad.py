@@ -12,6 +12,7 @@ from hyper_parallel import NormReducer, clip_grad_norm_, get_total_norm
 from tests.ranks import run_ranks
 from tests.reference import assert_rounds_sqrt, exact_pow_sum
 from tests.sharding import (
+    both,
     dense,
     device_of,
     expert,
@@ -21,9 +22,6 @@ from tests.sharding import (
     parameter,
     parameter_of_shard,
 )
-
-BACKENDS = [pytest.param("gloo"), pytest.param("hccl", marks=pytest.mark.simnpu)]
-both = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def seeded(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:

@@ -14,6 +14,8 @@ from tests.ranks import RankFailedError, run_ranks
 
 pytestmark = pytest.mark.simnpu
 
+NEVER_US = 3600e6  # longer than any test; only for ranks that never synchronise
+
 
 def ranks(fn: Callable[[int], object], num_ranks: int = 2, **options: object) -> list[object]:
     return run_ranks(fn, num_ranks, **{"backend": "hccl", **options})
@@ -121,27 +123,35 @@ def test_pinned_buffer_rewritten_after_the_collective_but_before_a_wait_is_notic
 
 
 def test_barrier_holds_the_host() -> None:
+    has_come = multiprocessing.get_context("fork").Event()
+
     def fn(rank: int) -> tuple[bool, int]:
         if rank == 1:
-            time.sleep(0.3)
-        start = time.monotonic()
+            time.sleep(0.3)  # so that a barrier that does not hold rank 0 is seen to let it pass
+            has_come.set()
         dist.barrier(device_ids=[rank])
-        return time.monotonic() - start > 0.2, simnpu.counters()["host_syncs"]
+        return has_come.is_set(), simnpu.counters()["host_syncs"]
 
-    assert ranks(fn) == [(True, 1), (False, 1)]
+    assert ranks(fn) == [(True, 1)] * 2
 
 
-def test_collective_latency_is_simulated() -> None:
-    def fn(rank: int) -> tuple[bool, bool]:
-        simnpu.configure(collective_us=300_000)
-        tensor = torch.ones(1, device="npu")
-        work = dist.all_reduce(tensor, async_op=True)
-        before = work.is_completed()
+def test_collective_is_incomplete_while_its_simulated_time_lasts() -> None:
+    def fn(rank: int) -> bool:
+        simnpu.configure(collective_us=NEVER_US)
+        return dist.all_reduce(torch.ones(1, device="npu"), async_op=True).is_completed()
+
+    assert ranks(fn) == [False] * 2
+
+
+def test_collective_is_complete_after_synchronisation() -> None:
+    def fn(rank: int) -> bool:
+        simnpu.configure(collective_us=1000)
+        work = dist.all_reduce(torch.ones(1, device="npu"), async_op=True)
         work.wait()
         torch.npu.synchronize()
-        return before, work.is_completed()
+        return work.is_completed()
 
-    assert ranks(fn) == [(False, True)] * 2
+    assert ranks(fn) == [True] * 2
 
 
 def test_group_created_before_set_device_is_covered_by_device_synchronisation() -> None:

@@ -126,9 +126,11 @@ def _rank_main(
         if "hccl" in backend:
             torch.npu.set_device(rank)
         if backend != "none":
+            store = dist.FileStore(path, num_ranks)
+            store.set_timeout(group_timeout)
             dist.init_process_group(
                 backend,
-                store=dist.FileStore(path, num_ranks),
+                store=store,
                 rank=rank,
                 world_size=num_ranks,
                 timeout=group_timeout,

@@ -186,6 +186,8 @@ def _reduce_once(
     buffer = group.staging.reduce(packed, wire.op, group.group)
     group.copies += group.staging.copies
     header = wire.decode_header(buffer[: wire.header_numel].tolist(), stamp)
+    if header is None:  # lanes of different formats were reduced into one another
+        return ReducedLanes(None, totals={})
     lanes = buffer[wire.header_numel :].view(-1, wire.lane_numel)
     totals = {
         rank_set: wire.decode(lanes[layout.lane_of[rank_set]].tolist())

@@ -128,6 +128,20 @@ def test_different_clips_on_different_ranks_are_an_error_on_all(arguments):
     assert "rank(s) 3" in messages[0]
 
 
+@pytest.mark.parametrize("odd_rank", [0, 3])
+def test_lanes_of_different_formats_are_not_read(odd_rank):
+    """Infinity in a MAX lane is no digit: the ranks that expect digits failed alone."""
+
+    def rank_main(rank):
+        grad = torch.full((8,), 1e300, dtype=torch.float64)
+        param = parameter(grad, mesh_of("gloo", (4,)), [Shard(0)])
+        error = error_of([param], 1.0, 2.0 if rank == odd_rank else math.inf)
+        assert isinstance(error, ValueError)
+        return clip_grad_norm_([param], math.inf, math.inf).item()
+
+    assert run_ranks(rank_main, 4) == [1e300] * 4
+
+
 @pytest.mark.parametrize("bad", [-1.0, math.nan, "one"])
 def test_bad_max_norm_on_one_rank_is_raised_by_all(bad):
     def rank_main(rank):

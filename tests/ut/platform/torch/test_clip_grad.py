@@ -246,6 +246,24 @@ def test_device_resident_gradients_give_the_same_bits(backend):
     assert round(results[0][0], 3) == 903.549
 
 
+@pytest.mark.simnpu
+def test_device_resident_gradients_cost_one_copy_down_more():
+    from hyper_parallel.testing import simnpu
+
+    def rank_main(rank):
+        params = [dense("hccl", on_host=False), expert("hccl", on_host=False)]
+        reducer = NormReducer()
+        reducer.clip_(params, math.inf)
+        simnpu.reset_counters()
+        copies = reducer.clip_(params, 1.0).copies
+        counters = simnpu.counters()
+        measured = [counters[k] for k in ("h2d", "collectives", "d2h", "host_syncs")]
+        assert measured == [copies.h2d, copies.collectives, copies.d2h, copies.host_syncs]
+        return measured
+
+    assert run_ranks(rank_main, 4, backend="hccl") == [[1, 1, 2, 2]] * 4
+
+
 def test_strided_shard_counts_as_sharded():
     """FSDP2 over EP: (_StridedShard, Shard); its is_shard() is False in torch 2.13."""
     from torch.distributed.fsdp import fully_shard

@@ -236,7 +236,9 @@ class _Local:
         """Shards that make the norm NaN or infinite. Partial ones are looked at here and now."""
         addends: list[PartialNorm] = []
         with LocalFailure():  # only names are at stake, for which other ranks may be waiting
-            addends, _ = measure([shard.local for shard in self.pending], self.request.norm_type)
+            tensors = [shard.local for shard in self.pending]
+            addends, fetched = measure(tensors, self.request.norm_type)
+            self.fetched += fetched
         return tuple(
             NonfiniteGradient(
                 self.listed.describe(shard.position), partial.num_nan, partial.num_inf

@@ -1,0 +1,195 @@
+"""Norms and scaling of tensors in host memory, at the speed of that memory.
+
+Each function takes any number of tensors and makes one pass over them, on as many threads as
+`threads.num_threads` says, without the GIL. Results depend neither on the number of threads nor on
+the instruction set. The contract in full: csrc/host_kernels.h.
+
+The kernels are C++ behind a C interface, built when the package is installed. Without a compiler
+there are none: then `is_available()` is False, and says so in one warning.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from array import array
+from itertools import starmap
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .library import TensorTable, is_available, load
+from .threads import num_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "EXACT_DTYPES",
+    "EXACT_EXPONENT",
+    "ExactSum",
+    "HostNorm",
+    "exact_sums_of_squares",
+    "instruction_sets",
+    "is_available",
+    "num_threads",
+    "partial_norms",
+    "read",
+    "read_and_write",
+    "scale_",
+    "use_instruction_set",
+]
+
+EXACT_EXPONENT = -298
+"""Exact sums count units of 2 to this power: the square of float32's smallest number."""
+
+EXACT_DTYPES = frozenset(
+    (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex32)
+)
+"""What can be summed exactly."""
+
+# HyperHostFormat. A complex number is two real ones.
+_FORMATS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float64: 3,
+    torch.complex64: 0,
+    torch.complex32: 2,
+    torch.complex128: 3,
+}
+_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
+_NORM = struct.Struct("<4d3q")  # HyperHostNorm
+_EXACT_SUM = struct.Struct("<80s2q")  # HyperHostExactSum
+_dtype_of = operator.attrgetter("dtype")
+
+
+class HostNorm(NamedTuple):
+    """What one pass over a tensor says of it.
+
+    Attributes:
+        sum_of_squares: In float64; NaN or infinite if an element is.
+        max_abs: Largest magnitude, NaN if any element is.
+        pow_sum: Sum of |x|^p for norm types other than 0, 2, inf and -inf; else 0.
+        min_abs: Smallest magnitude for norm type -inf, NaN if any element is; else infinite.
+        num_nonzero: For norm type 0; else 0.
+        num_nan: NaN elements.
+        num_inf: Infinite elements.
+    """
+
+    sum_of_squares: float
+    max_abs: float
+    pow_sum: float
+    min_abs: float
+    num_nonzero: int
+    num_nan: int
+    num_inf: int
+
+
+class ExactSum(NamedTuple):
+    """A sum of squares without any rounding.
+
+    Attributes:
+        units: In units of 2^EXACT_EXPONENT; 0 if an element is NaN or infinite.
+        num_nan: NaN elements.
+        num_inf: Infinite elements.
+    """
+
+    units: int
+    num_nan: int
+    num_inf: int
+
+
+def partial_norms(tensors: Sequence[torch.Tensor], norm_type: float) -> list[HostNorm]:
+    """Measure each tensor.
+
+    Accuracy: sums have a relative error below 2^-42, whatever the size. Powers other than whole
+    ones up to 64 are the C library's.
+
+    Args:
+        tensors: On the CPU, strided, their elements dense in memory in any order; float32,
+            bfloat16, float16 or float64, or complex for norm type 2, where parts count as elements.
+        norm_type: Any p >= 0, inf or -inf.
+
+    Raises:
+        RuntimeError: If there are no kernels or they fail.
+    """
+    table = _table_of(tensors)
+    results = bytearray(_NORM.size * len(tensors))
+    load().partial_norms(table, norm_type, num_threads(), results)
+    return list(starmap(HostNorm, _NORM.iter_unpack(results)))
+
+
+def exact_sums_of_squares(tensors: Sequence[torch.Tensor]) -> list[ExactSum]:
+    """Sum the squares of each tensor without rounding, so that no order of elements matters.
+
+    Args:
+        tensors: As for `partial_norms`, of `EXACT_DTYPES`.
+
+    Raises:
+        RuntimeError: If there are no kernels or they fail.
+        ValueError: If a tensor is of another dtype.
+    """
+    table = _table_of(tensors)
+    results = bytearray(_EXACT_SUM.size * len(tensors))
+    load().exact_sums_of_squares(table, num_threads(), results)
+    return [
+        ExactSum(int.from_bytes(words, "little"), num_nan, num_inf)
+        for words, num_nan, num_inf in _EXACT_SUM.iter_unpack(results)
+    ]
+
+
+def scale_(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply each tensor in place, in float32 arithmetic (float64 for float64), rounded once.
+
+    Args:
+        tensors: As for `partial_norms`, complex ones included; they must not overlap.
+        factor: Any number.
+
+    Raises:
+        RuntimeError: If there are no kernels or they fail.
+    """
+    load().scale(_table_of(tensors), factor, num_threads())
+    tracked = [tensor for tensor in tensors if not tensor.is_inference()]
+    torch.autograd.graph.increment_version(tracked)
+
+
+def read(tensors: Sequence[torch.Tensor]) -> None:
+    """Read the tensors' memory as fast as is known: the limit of `partial_norms`."""
+    load().read(_table_of(tensors), num_threads())
+
+
+def read_and_write(tensors: Sequence[torch.Tensor]) -> None:
+    """Read and write back the tensors' memory as fast as is known: the limit of `scale_`."""
+    load().read_and_write(_table_of(tensors), num_threads())
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Return the names of those that this processor can run and there are kernels for, best first.
+
+    Raises:
+        RuntimeError: If there are no kernels.
+    """
+    return load().instruction_sets()
+
+
+def use_instruction_set(name: str) -> None:
+    """Use one of `instruction_sets()` from now on, or the best again with `auto`.
+
+    For tests, as is the environment variable HYPER_PARALLEL_HOST_ISA: results are the same.
+
+    Raises:
+        RuntimeError: If there are no kernels.
+        ValueError: If it is none of them.
+    """
+    load().use_instruction_set(name)
+
+
+def _table_of(tensors: Sequence[torch.Tensor]) -> TensorTable:
+    dtypes = list(map(_dtype_of, tensors))
+    numels = array("q", map(torch.Tensor.numel, tensors))
+    if not _COMPLEX.isdisjoint(dtypes):
+        pairs = zip(numels, dtypes, strict=True)
+        numels = array("q", [numel * (1 + (dtype in _COMPLEX)) for numel, dtype in pairs])
+    addresses = array("Q", map(torch.Tensor.data_ptr, tensors))
+    return TensorTable(addresses, numels, bytes(map(_FORMATS.__getitem__, dtypes)))

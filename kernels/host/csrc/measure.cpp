@@ -1,0 +1,121 @@
+#include "measure.h"
+
+#include <cmath>
+#include <vector>
+
+#include "float_environment.h"
+#include "instruction_set.h"
+#include "nonfinite.h"
+#include "thread_pool.h"
+#include "work_plan.h"
+
+namespace hyper_parallel {
+namespace {
+
+// A sum that remembers what its additions rounded off (Neumaier 1974), so that the number of
+// chunks does not matter.
+class CarefulSum {
+ public:
+  void Add(double x) {
+    const double next = sum_ + x;
+    const bool x_is_smaller = std::fabs(sum_) >= std::fabs(x);
+    rounded_off_ += x_is_smaller ? (sum_ - next) + x : (x - next) + sum_;
+    sum_ = next;
+  }
+  // Once the sum is infinite or NaN, so is what was rounded off, and means nothing.
+  double Get() const { return std::isfinite(sum_) ? sum_ + rounded_off_ : sum_; }
+
+ private:
+  double sum_ = 0.0;
+  double rounded_off_ = 0.0;
+};
+
+// What the norm type needs besides sum of squares and largest magnitude.
+struct Wanted {
+  explicit Wanted(double norm_type)
+      : census(norm_type == 0.0 || norm_type == -HUGE_VAL),
+        powers(!census && norm_type != 2.0 && norm_type != HUGE_VAL),
+        min_abs(norm_type == -HUGE_VAL) {}
+
+  bool census;
+  bool powers;
+  bool min_abs;
+};
+
+// The norm of one chunk; all passes but the first find it in the cache.
+HyperHostNorm MeasureChunk(const FormatKernels& kernels, const Chunk& chunk, const Wanted& wanted,
+                           double norm_type) {
+  HyperHostNorm norm = {};
+  const SquareSum squares = kernels.sum_squares(chunk.data, chunk.numel);
+  norm.sum_of_squares = squares.sum;
+  norm.max_abs = MagnitudeValue(squares.max_magnitude, chunk.format);
+  norm.min_abs = HUGE_VAL;
+  if (wanted.powers) norm.pow_sum = kernels.sum_powers(chunk.data, chunk.numel, norm_type);
+  if (wanted.census) {
+    const Census census = kernels.take_census(chunk.data, chunk.numel);
+    norm.num_nonzero = wanted.min_abs ? 0 : census.num_nonzero;
+    if (wanted.min_abs) norm.min_abs = MagnitudeValue(census.min_magnitude, chunk.format);
+  }
+  if (IsFiniteMagnitude(squares.max_magnitude, chunk.format)) return norm;
+  const NonfiniteCounts counts = CountNonfinite(chunk);
+  norm.num_nan = counts.num_nan;
+  norm.num_inf = counts.num_inf;
+  norm.sum_of_squares = counts.num_nan != 0 ? NAN : HUGE_VAL;
+  if (wanted.powers) norm.pow_sum = norm.sum_of_squares;
+  if (wanted.min_abs && counts.num_nan != 0) norm.min_abs = NAN;
+  return norm;
+}
+
+double MaxKeepingNan(double a, double b) { return std::isnan(a) || a >= b ? a : b; }
+double MinKeepingNan(double a, double b) { return std::isnan(a) || a <= b ? a : b; }
+
+// Combines the chunks of each tensor in their order. Not inlined: the caller sets the floating
+// point environment, across which the compiler might move arithmetic.
+__attribute__((noinline)) void CombineChunks(const WorkPlan& plan,
+                                             const std::vector<HyperHostNorm>& of_chunks,
+                                             HyperHostNorm* norms) {
+  size_t i = 0;
+  while (i < plan.chunks.size()) {
+    const size_t tensor = plan.chunks[i].tensor;
+    HyperHostNorm& total = norms[tensor];
+    CarefulSum squares;
+    CarefulSum powers;
+    for (; i < plan.chunks.size() && plan.chunks[i].tensor == tensor; ++i) {
+      const HyperHostNorm& part = of_chunks[i];
+      squares.Add(part.sum_of_squares);
+      powers.Add(part.pow_sum);
+      total.max_abs = MaxKeepingNan(total.max_abs, part.max_abs);
+      total.min_abs = MinKeepingNan(total.min_abs, part.min_abs);
+      total.num_nonzero += part.num_nonzero;
+      total.num_nan += part.num_nan;
+      total.num_inf += part.num_inf;
+    }
+    total.sum_of_squares = squares.Get();
+    total.pow_sum = powers.Get();
+  }
+}
+
+}  // namespace
+
+void Measure(const HyperHostTensors& tensors, double norm_type, size_t num_threads,
+             HyperHostNorm* norms) {
+  const InstructionSet& set = CurrentInstructionSet();
+  const WorkPlan plan = MakePlan(tensors, kChunkNumel);
+  const Wanted wanted(norm_type);
+  std::vector<HyperHostNorm> of_chunks(plan.chunks.size());
+  ThreadPool::Get().Run(plan.task_ends.size(), num_threads, [&](size_t task, size_t) {
+    const DefaultFloatEnvironment environment;
+    for (size_t i = plan.TaskBegin(task); i < plan.task_ends[task]; ++i) {
+      const FormatKernels& kernels = KernelsFor(set, plan.chunks[i].format);
+      of_chunks[i] = MeasureChunk(kernels, plan.chunks[i], wanted, norm_type);
+    }
+  });
+  for (int64_t i = 0; i < tensors.count; ++i) {
+    norms[i] = {};
+    norms[i].min_abs = HUGE_VAL;
+  }
+  const DefaultFloatEnvironment environment;
+  CombineChunks(plan, of_chunks, norms);
+}
+
+}  // namespace hyper_parallel

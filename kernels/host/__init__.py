@@ -13,7 +13,6 @@ from __future__ import annotations
 import operator
 import struct
 from array import array
-from itertools import starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ __all__ = [
     "EXACT_DTYPES",
     "EXACT_EXPONENT",
     "ExactSum",
-    "HostNorm",
+    "HostNorms",
     "exact_sums_of_squares",
     "instruction_sets",
     "is_available",
@@ -59,31 +58,58 @@ _FORMATS = {
     torch.complex128: 3,
 }
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
-_NORM = struct.Struct("<4d3q")  # HyperHostNorm
-_EXACT_SUM = struct.Struct("<80s2q")  # HyperHostExactSum
+_NORM_BYTES = 56  # of HyperHostNorm
+_EXACT_SUM = struct.Struct("=80s2q")  # HyperHostExactSum
 _dtype_of = operator.attrgetter("dtype")
 
 
-class HostNorm(NamedTuple):
-    """What one pass over a tensor says of it.
+class HostNorms:
+    """What one pass over tensors says of them: columns with an entry for each tensor.
 
-    Attributes:
-        sum_of_squares: In float64; NaN or infinite if an element is.
-        max_abs: Largest magnitude, NaN if any element is.
-        pow_sum: Sum of |x|^p for norm types other than 0, 2, inf and -inf; else 0.
-        min_abs: Smallest magnitude for norm type -inf, NaN if any element is; else infinite.
-        num_nonzero: For norm type 0; else 0.
-        num_nan: NaN elements.
-        num_inf: Infinite elements.
+    Args:
+        results: HyperHostNorm of each tensor.
     """
 
-    sum_of_squares: float
-    max_abs: float
-    pow_sum: float
-    min_abs: float
-    num_nonzero: int
-    num_nan: int
-    num_inf: int
+    _NUM_FIELDS = 7
+
+    def __init__(self, results: bytearray) -> None:
+        self._floats = memoryview(results).cast("d")
+        self._ints = memoryview(results).cast("q")
+
+    @property
+    def sums_of_squares(self) -> list[float]:
+        """In float64; NaN or infinite if an element is."""
+        return list(self._floats[0 :: self._NUM_FIELDS])
+
+    @property
+    def max_abs(self) -> list[float]:
+        """Largest magnitudes, NaN if any element is."""
+        return list(self._floats[1 :: self._NUM_FIELDS])
+
+    @property
+    def pow_sums(self) -> list[float]:
+        """Sums of |x|^p for norm types other than 0, 2, inf and -inf; else 0."""
+        return list(self._floats[2 :: self._NUM_FIELDS])
+
+    @property
+    def min_abs(self) -> list[float]:
+        """Smallest magnitudes for norm type -inf, NaN if any element is; else infinite."""
+        return list(self._floats[3 :: self._NUM_FIELDS])
+
+    @property
+    def num_nonzero(self) -> list[int]:
+        """For norm type 0, NaN counting as nonzero; else 0."""
+        return list(self._ints[4 :: self._NUM_FIELDS])
+
+    @property
+    def num_nan(self) -> list[int]:
+        """NaN elements."""
+        return list(self._ints[5 :: self._NUM_FIELDS])
+
+    @property
+    def num_inf(self) -> list[int]:
+        """Infinite elements."""
+        return list(self._ints[6 :: self._NUM_FIELDS])
 
 
 class ExactSum(NamedTuple):
@@ -100,7 +126,7 @@ class ExactSum(NamedTuple):
     num_inf: int
 
 
-def partial_norms(tensors: Sequence[torch.Tensor], norm_type: float) -> list[HostNorm]:
+def partial_norms(tensors: Sequence[torch.Tensor], norm_type: float) -> HostNorms:
     """Measure each tensor.
 
     Accuracy: sums have a relative error below 2^-42, whatever the size. Powers other than whole
@@ -115,9 +141,9 @@ def partial_norms(tensors: Sequence[torch.Tensor], norm_type: float) -> list[Hos
         RuntimeError: If there are no kernels or they fail.
     """
     table = _table_of(tensors)
-    results = bytearray(_NORM.size * len(tensors))
+    results = bytearray(_NORM_BYTES * len(tensors))
     load().partial_norms(table, norm_type, num_threads(), results)
-    return list(starmap(HostNorm, _NORM.iter_unpack(results)))
+    return HostNorms(results)
 
 
 def exact_sums_of_squares(tensors: Sequence[torch.Tensor]) -> list[ExactSum]:

@@ -48,6 +48,7 @@ def clip_grad_norm_(
     foreach: bool | None = None,  # noqa: FBT001
     *,
     group: dist.ProcessGroup | None = None,
+    reproducible: bool = False,
 ) -> torch.Tensor:
     """Clip the norm of all gradients taken as one vector, in place, and return that norm.
 
@@ -66,6 +67,9 @@ def clip_grad_norm_(
         foreach: False for plain operators, one tensor at a time; else multi-tensor kernels.
         group: Ranks to reduce over; the default group if None. Pass `reduction_group(mesh)` if some
             ranks of the default group do not train this model.
+        reproducible: Sum squares exactly, so that the norm has the same bits however the gradients
+            are sharded and ordered, at about 1.3 times the host pass. p = 2 and no float64;
+            Partial gradients are summed by the group first, in its own order.
 
     Returns:
         The total norm before clipping: 0-dim, float32 (float64 if any gradient in the group is),
@@ -84,8 +88,10 @@ def clip_grad_norm_(
             All on every rank alike, naming ranks and parameters, with no gradient changed.
     """
     listed = ParameterList(parameters)
-    asked = (max_norm, norm_type, error_if_nonfinite)
-    return _clip(_group_for(listed, group), lambda: listed, asked, foreach=foreach).total_norm
+    request = functools.partial(
+        ClipRequest.validated, max_norm, norm_type, error_if_nonfinite, reproducible=reproducible
+    )
+    return _clip(_group_for(listed, group), lambda: listed, request, foreach=foreach).total_norm
 
 
 def get_total_norm(
@@ -95,6 +101,7 @@ def get_total_norm(
     foreach: bool | None = None,  # noqa: FBT001
     *,
     group: dist.ProcessGroup | None = None,
+    reproducible: bool = False,
 ) -> torch.Tensor:
     """Return the norm of all tensors taken as one vector, as `clip_grad_norm_` would.
 
@@ -104,6 +111,7 @@ def get_total_norm(
         error_if_nonfinite: See there.
         foreach: See there.
         group: See there.
+        reproducible: See there.
 
     Ranks: all of `group`, if any of the tensors is a DTensor or `group` is given.
 
@@ -113,8 +121,10 @@ def get_total_norm(
         RuntimeError: See there.
     """
     listed = ParameterList(tensors, are_gradients=True)
-    asked = (math.inf, norm_type, error_if_nonfinite)
-    return _clip(_group_for(listed, group), lambda: listed, asked, foreach=foreach).total_norm
+    request = functools.partial(
+        ClipRequest.validated, math.inf, norm_type, error_if_nonfinite, reproducible=reproducible
+    )
+    return _clip(_group_for(listed, group), lambda: listed, request, foreach=foreach).total_norm
 
 
 @torch.no_grad()
@@ -159,6 +169,7 @@ class NormReducer:
         model: If given, the group's ranks agree on its rank sets here, so that the first clip costs
             what every clip costs, and errors name its parameters.
         group: Ranks to reduce over; the default group if None.
+        reproducible: See `clip_grad_norm_`.
 
     Ranks: all of the group construct it, if `model` is given.
 
@@ -169,9 +180,14 @@ class NormReducer:
     """
 
     def __init__(
-        self, model: torch.nn.Module | None = None, *, group: dist.ProcessGroup | None = None
+        self,
+        model: torch.nn.Module | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        reproducible: bool = False,
     ) -> None:
         self._group = resolve_group(group)
+        self._reproducible = reproducible
         self._names: Mapping[int, str] = {}
         if model is not None:
             listed = ParameterList(model)
@@ -192,9 +208,15 @@ class NormReducer:
 
         Ranks: all of the group.
         """
-        asked = (max_norm, norm_type, error_if_nonfinite)
+        request = functools.partial(
+            ClipRequest.validated,
+            max_norm,
+            norm_type,
+            error_if_nonfinite,
+            reproducible=self._reproducible,
+        )
         return _clip(
-            self._group, lambda: ParameterList(parameters, self._names), asked, foreach=foreach
+            self._group, lambda: ParameterList(parameters, self._names), request, foreach=foreach
         )
 
 
@@ -245,7 +267,7 @@ class _Local:
 def _clip(
     group: ReductionGroup | None,
     list_parameters: Callable[[], ParameterList],
-    asked: tuple[float, float, bool],
+    make_request: Callable[[], ClipRequest],
     *,
     foreach: bool | None,
 ) -> ClipResult:
@@ -256,15 +278,19 @@ def _clip(
 
     with LocalFailure() as failure:
         # 1. Collect: parameters to gradient shards with their rank sets.
-        request = local.request = ClipRequest.validated(*asked)
+        request = local.request = make_request()
         local.listed = list_parameters()
         local.shards = collect_grad_shards(local.listed, writable=request.changes_gradients)
         _validate_reach(group, local.shards)
+        request.validate_dtypes(shard.local.dtype for shard in local.shards)
         stopwatch.lap("collect")
 
         # 2. Measure: one pass over the shards.
-        tensors = [shard.local for shard in local.whole]
-        partials, local.fetched = measure(tensors, request.norm_type)
+        partials, local.fetched = measure(
+            [shard.local for shard in local.whole],
+            request.norm_type,
+            reproducible=request.reproducible,
+        )
         local.measured = list(zip(local.whole, partials, strict=True))
         stopwatch.lap("measure")
 
@@ -278,7 +304,9 @@ def _clip(
     # 4. Move and reduce: one copy up, one all-reduce, one copy down.
     reduced = ReducedLanes(votes, totals={})
     if group is not None:
-        contribution = Contribution(by_rank_set, votes, local.pending)
+        contribution = Contribution(
+            by_rank_set, votes, local.pending, reproducible=request.reproducible
+        )
         reduced = reduce_lanes(group, contribution, wire, request.stamp)
     agreed = _settle(group, reduced.votes, local, failure)
     stopwatch.lap("reduce")

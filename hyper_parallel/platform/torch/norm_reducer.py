@@ -38,11 +38,13 @@ class Contribution:
         votes: Its votes; `new_rank_set` is filled in during the reduce.
         pending: Its Partial gradients. Their rank sets, and the ranks of their sums, are among
             `partials`, if need be with the identity.
+        reproducible: Whether to sum the squares of those exactly.
     """
 
     partials: Mapping[RankSet, PartialNorm]
     votes: Votes
     pending: Sequence[GradShard] = ()
+    reproducible: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,9 @@ def _add_up_pending(
     group: ReductionGroup, layout: Layout, brought: Contribution, wire: WireFormat
 ) -> Contribution:
     """Return the contribution with this rank's slices of all Partial gradients' sums."""
-    slices = measure_pending(group, layout, brought.pending, wire.norm_type)
+    slices = measure_pending(
+        group, layout, brought.pending, wire.norm_type, reproducible=brought.reproducible
+    )
     partials = dict(brought.partials)
     for rank_set, measured in slices.items():
         known = [partials[rank_set]] if rank_set in partials else []

@@ -1,8 +1,10 @@
 """Gradient shards to partial norms, and the scaling. The only module that knows kernels.
 
-Host shards are measured with torch operators in chunks of float64, in which every square of a
-float32, bfloat16 or float16 is exact: `torch.linalg.vector_norm` accumulates long float32 tensors
-in float32 and is 0.5 % off at 64 Mi elements (tests/ut/platform/torch/test_partial_norms.py).
+Host shards go through `kernels.host`, all in one call. Where there are no kernels, or elements are
+not dense in memory, they are measured with torch operators in chunks of float64, in which every
+square of a float32, bfloat16 or float16 is exact: `torch.linalg.vector_norm` accumulates long
+float32 tensors in float32 and is 0.5 % off at 64 Mi elements
+(tests/ut/platform/torch/test_partial_norms.py).
 """
 
 from __future__ import annotations
@@ -14,7 +16,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hyper_parallel.kernels import host
+
 from .clip_result import Copies
+from .exact_fallback import exact_sum_of_squares
+from .finish import GRID_EXPONENT
 from .torch_private import foreach_mul_
 from .wire_format import PartialNorm
 
@@ -30,7 +36,9 @@ _HOST_CHUNK_NUMEL = 1 << 16
 _DEVICE_CHUNK_NUMEL = 1 << 22
 
 
-def measure(tensors: Sequence[torch.Tensor], norm_type: float) -> tuple[list[PartialNorm], Copies]:
+def measure(
+    tensors: Sequence[torch.Tensor], norm_type: float, *, reproducible: bool = False
+) -> tuple[list[PartialNorm], Copies]:
     """Return the partial norm of each tensor, and what fetching those of device tensors cost.
 
     Device tensors are launched first, so that the device works while the host passes run; their
@@ -39,51 +47,139 @@ def measure(tensors: Sequence[torch.Tensor], norm_type: float) -> tuple[list[Par
     Args:
         tensors: Gradient shards of any shape, strides, floating or complex dtype and device.
         norm_type: Any p >= 0, inf or -inf.
+        reproducible: Sum squares exactly, those of device tensors on the host; p = 2 only, and no
+            float64.
 
     Accuracy: a host sum of n terms has a relative error below (n / 2^16 + 2^16) * 2^-53, whatever
     the dtype; on a device alike, if it has float64. Where it has none, sums are float32 over
     chunks scaled by the largest element.
 
-    Sync: one per device that holds shards, one more for each shard that is not finite.
+    Sync: one per device that holds shards, one more for each shard that is not finite; one per
+    4 Mi elements on a device if reproducible.
     """
+    tensors = [_dense(tensor) for tensor in tensors]
+    if reproducible:
+        return _measure_exactly(tensors)
     by_device: dict[torch.device, list[int]] = {}
+    on_host = [i for i, tensor in enumerate(tensors) if tensor.is_cpu]
     for i, tensor in enumerate(tensors):
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             by_device.setdefault(tensor.device, []).append(i)
     launched = {
-        device: [_launch(_dense(tensors[i]), norm_type) for i in indices]
+        device: [_launch(tensors[i], norm_type) for i in indices]
         for device, indices in by_device.items()
     }
-    values = [
-        _host_value(_dense(tensor), norm_type) if tensor.device.type == "cpu" else 0.0
-        for tensor in tensors
-    ]
+    partials = dict(
+        zip(on_host, _measure_on_host([tensors[i] for i in on_host], norm_type), strict=True)
+    )
     for device, indices in by_device.items():
         for i, row in zip(indices, _fetch(launched[device]), strict=True):
-            values[i] = _unscale(_combine_parts(row[1:], norm_type), row[0], norm_type)
-    partials = [
-        _to_partial(value, tensor, norm_type) for value, tensor in zip(values, tensors, strict=True)
-    ]
+            value = _unscale(_combine_parts(row[1:], norm_type), row[0], norm_type)
+            partials[i] = _to_partial(value, tensors[i], norm_type)
     num_fetched = len(by_device)
-    return partials, Copies(d2h=num_fetched, host_syncs=num_fetched)
+    in_order = [partials[i] for i in range(len(tensors))]
+    return in_order, Copies(d2h=num_fetched, host_syncs=num_fetched)
 
 
 def scale_(tensors: Sequence[torch.Tensor], coef: float, *, foreach: bool) -> None:
     """Multiply tensors in place, each in float32 arithmetic (float64 for float64) and rounded once.
 
     Args:
-        tensors: Gradient shards; those of one dtype and device go through one call if `foreach`.
+        tensors: Gradient shards; those on the host go through one call if `foreach`, and so do
+            those of one dtype and device.
         coef: The clip coefficient.
         foreach: Whether to use multi-tensor kernels, else plain operators, one tensor at a time.
     """
+    on_host: list[torch.Tensor] = []
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        if foreach and _foreach_rounds_once(tensor):
+        if foreach and tensor.is_cpu and _fits_kernels(tensor):
+            on_host.append(tensor)
+        elif foreach and _foreach_rounds_once(tensor):
             groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
         else:
             tensor.mul_(coef)
+    if on_host:
+        host.scale_(on_host, coef)
     for group in groups.values():
         foreach_mul_(group, coef)
+
+
+def _measure_on_host(tensors: Sequence[torch.Tensor], norm_type: float) -> list[PartialNorm]:
+    """Measure host tensors, all that the kernels take in one call."""
+    fits = [_fits_kernels(t) and (norm_type == 2.0 or not t.is_complex()) for t in tensors]
+    if not any(fits):
+        return [_measure_with_operators(tensor, norm_type) for tensor in tensors]
+    measured = iter(_measure_with_kernels(list(itertools.compress(tensors, fits)), norm_type))
+    return [
+        next(measured) if fit else _measure_with_operators(tensor, norm_type)
+        for tensor, fit in zip(tensors, fits, strict=True)
+    ]
+
+
+def _measure_with_operators(tensor: torch.Tensor, norm_type: float) -> PartialNorm:
+    return _to_partial(_host_value(tensor, norm_type), tensor, norm_type)
+
+
+def _measure_with_kernels(tensors: Sequence[torch.Tensor], norm_type: float) -> list[PartialNorm]:
+    norms = host.partial_norms(tensors, norm_type)
+    if norm_type == 0.0:
+        return [PartialNorm(float(count)) for count in norms.num_nonzero]
+    columns = {2.0: "sums_of_squares", math.inf: "max_abs", -math.inf: "min_abs"}
+    values: list[float] = getattr(norms, columns.get(norm_type, "pow_sums"))
+    if all(map(math.isfinite, values)):
+        return list(map(PartialNorm, values))
+    counts = zip(values, norms.num_nan, norms.num_inf, strict=True)
+    return [_with_counts(value, num_nan, num_inf, norm_type) for value, num_nan, num_inf in counts]
+
+
+def _fits_kernels(tensor: torch.Tensor) -> bool:
+    """Tell whether there are kernels for a host tensor: its elements are dense, in any order."""
+    if not host.is_available() or tensor.layout != torch.strided:
+        return False
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _measure_exactly(tensors: Sequence[torch.Tensor]) -> tuple[list[PartialNorm], Copies]:
+    """Sum squares exactly, of host tensors in one call, of others a piece at a time."""
+    fits = [tensor.is_cpu and _fits_kernels(tensor) for tensor in tensors]
+    at_once = list(itertools.compress(tensors, fits))
+    measured = iter(host.exact_sums_of_squares(at_once) if at_once else ())
+    partials: list[PartialNorm] = []
+    num_fetched = 0
+    for tensor, fit in zip(tensors, fits, strict=True):
+        pieces = [next(measured)] if fit else list(map(_exact_sum_of_piece, _pieces(tensor)))
+        num_fetched += 0 if tensor.is_cpu else len(pieces)
+        partials.append(_to_exact_partial(pieces))
+    return partials, Copies(d2h=num_fetched, host_syncs=num_fetched)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield from _chunks(tensor, _HOST_CHUNK_NUMEL if tensor.is_cpu else _DEVICE_CHUNK_NUMEL)
+
+
+def _exact_sum_of_piece(piece: torch.Tensor) -> host.ExactSum:
+    dense = piece.cpu().contiguous()
+    if host.is_available():
+        return host.exact_sums_of_squares([dense])[0]
+    return exact_sum_of_squares(dense)
+
+
+def _to_exact_partial(pieces: Sequence[host.ExactSum]) -> PartialNorm:
+    units = sum(piece.units for piece in pieces)
+    num_nan = sum(piece.num_nan for piece in pieces)
+    num_inf = sum(piece.num_inf for piece in pieces)
+    if num_nan or num_inf:
+        return PartialNorm(0.0, num_nan, num_inf)
+    value = math.ldexp(float(units), host.EXACT_EXPONENT)
+    return PartialNorm(value, grid_sum=units << host.EXACT_EXPONENT - GRID_EXPONENT)
 
 
 def _foreach_rounds_once(tensor: torch.Tensor) -> bool:
@@ -103,14 +199,19 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _to_partial(value: float, tensor: torch.Tensor, norm_type: float) -> PartialNorm:
     """Attach the counts of NaN and infinite elements to a value that is not finite."""
+    num_nan = num_inf = 0
+    if not math.isfinite(value):
+        for chunk in _chunks(tensor, _HOST_CHUNK_NUMEL):
+            nan = chunk.isnan()
+            num_nan += int(nan.sum())
+            num_inf += int((chunk.isinf() & ~nan).sum())
+    return _with_counts(value, num_nan, num_inf, norm_type)
+
+
+def _with_counts(value: float, num_nan: int, num_inf: int, norm_type: float) -> PartialNorm:
     identity = math.inf if norm_type == -math.inf else 0.0
     if math.isfinite(value) or value == identity:
         return PartialNorm(value)
-    num_nan = num_inf = 0
-    for chunk in _chunks(_dense(tensor), _HOST_CHUNK_NUMEL):
-        nan = chunk.isnan()
-        num_nan += int(nan.sum())
-        num_inf += int((chunk.isinf() & ~nan).sum())
     # Neither: finite elements whose powers leave float64's range. The norm is infinite.
     return PartialNorm(identity, num_nan, num_inf or int(not num_nan))
 

@@ -60,7 +60,12 @@ class _Pending(NamedTuple):
 
 
 def measure_pending(
-    group: ReductionGroup, layout: Layout, shards: Sequence[GradShard], norm_type: float
+    group: ReductionGroup,
+    layout: Layout,
+    shards: Sequence[GradShard],
+    norm_type: float,
+    *,
+    reproducible: bool = False,
 ) -> Mapping[RankSet, list[PartialNorm]]:
     """Add up all Partial gradients of the group's ranks and measure this rank's slices.
 
@@ -69,6 +74,7 @@ def measure_pending(
         layout: With a lane for the rank set and for the ranks of the sum of every one of them.
         shards: This rank's Partial gradients; may be empty.
         norm_type: As for `measure`.
+        reproducible: As for `measure`; the sum itself is the group's, in its own order.
 
     Returns:
         Partial norms by the rank set that reads them, of which this rank need not be one.
@@ -89,7 +95,7 @@ def measure_pending(
         for slice_ in _slices(group, pending, own.get(pending)):
             if pending.is_average:
                 slice_ /= num_summed
-            measured, fetched = measure([slice_], norm_type)
+            measured, fetched = measure([slice_], norm_type, reproducible=reproducible)
             group.copies += fetched
             partials.setdefault(rank_sets[pending.total_lane], []).extend(measured)
     return partials

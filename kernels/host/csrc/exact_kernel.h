@@ -53,12 +53,12 @@ class Levels {
   // Moves whole units to integers. Within a binade a float64's bits count them.
   HP_INLINE void Flush() {
     for (int k = 0; k < kLevels; ++k) {
-      const int64_t start_bits = BitCast<int64_t>(start_[k]);
+      const uint64_t start_bits = BitCast<uint64_t>(start_[k]);
       for (int v = 0; v < kVectors; ++v) {
         double lanes[8];
         Simd::Store(lanes, sums_[k][v]);
         for (int lane = 0; lane < 8; ++lane) {
-          units_[k][lane] += BitCast<int64_t>(lanes[lane]) - start_bits;
+          units_[k][lane] += BitCast<uint64_t>(lanes[lane]) - start_bits;
         }
         sums_[k][v] = Simd::Broadcast(start_[k]);
       }
@@ -66,14 +66,15 @@ class Levels {
   }
 
   HP_INLINE int64_t Units(int k) const {
-    int64_t sum = 0;
-    for (const int64_t lane : units_[k]) sum += lane;
-    return sum;
+    uint64_t sum = 0;
+    for (const uint64_t lane : units_[k]) sum += lane;
+    return static_cast<int64_t>(sum);
   }
 
  private:
   Doubles sums_[kLevels][kVectors];
-  int64_t units_[kLevels][8];
+  // Two's complement: where the window does not hold the chunk, they may wrap, and are not used.
+  uint64_t units_[kLevels][8];
   double start_[kLevels];
 };
 

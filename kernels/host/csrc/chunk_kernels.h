@@ -35,6 +35,8 @@ struct Census {
 // Exact sums of squares: see exact_kernel.h.
 inline constexpr int kLevelBits = 46;
 inline constexpr int kMaxLevels = 13;
+// How many bits a window leaves above the largest square of the chunk that it was made for.
+inline constexpr int kWindowHeadroom = 2;
 inline constexpr int kLevelChoices[] = {2, 3, 5, kMaxLevels};
 inline constexpr size_t kNumLevelChoices = sizeof(kLevelChoices) / sizeof(kLevelChoices[0]);
 

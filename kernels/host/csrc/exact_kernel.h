@@ -10,7 +10,7 @@
 #ifndef HYPER_PARALLEL_KERNELS_HOST_EXACT_KERNEL_H_
 #define HYPER_PARALLEL_KERNELS_HOST_EXACT_KERNEL_H_
 
-#include <cmath>
+#include <type_traits>
 
 #include "blocks.h"
 
@@ -28,19 +28,22 @@ class Levels {
   static constexpr int kVectors = 4;
 
   HP_INLINE explicit Levels(int top) {
+    HP_UNROLL
     for (int k = 0; k < kLevels; ++k) {
-      start_[k] = ldexp(1.5, 52 + top - (k + 1) * kLevelBits);
+      start_[k] = OneAndAHalfTimesTwoTo(52 + top - (k + 1) * kLevelBits);
+      HP_UNROLL
       for (int v = 0; v < kVectors; ++v) sums_[k][v] = Simd::Broadcast(start_[k]);
       for (int lane = 0; lane < 8; ++lane) units_[k][lane] = 0;
     }
   }
 
   HP_INLINE void AddSquares(const Doubles x[kVectors]) {
+    HP_UNROLL
     for (int v = 0; v < kVectors; ++v) {
       const Doubles first = Simd::AddExactSquare(x[v], sums_[0][v]);
       Doubles rest = Simd::SubFromExactSquare(x[v], Simd::Sub(first, sums_[0][v]));
       sums_[0][v] = first;
-#pragma GCC unroll 16
+      HP_UNROLL
       for (int k = 1; k < kLevels - 1; ++k) {
         const Doubles next = Simd::Add(sums_[k][v], rest);
         rest = Simd::Sub(rest, Simd::Sub(next, sums_[k][v]));
@@ -52,8 +55,10 @@ class Levels {
 
   // Moves whole units to integers. Within a binade a float64's bits count them.
   HP_INLINE void Flush() {
+    HP_UNROLL
     for (int k = 0; k < kLevels; ++k) {
       const uint64_t start_bits = BitCast<uint64_t>(start_[k]);
+      HP_UNROLL
       for (int v = 0; v < kVectors; ++v) {
         double lanes[8];
         Simd::Store(lanes, sums_[k][v]);
@@ -72,11 +77,31 @@ class Levels {
   }
 
  private:
+  HP_INLINE static double OneAndAHalfTimesTwoTo(int exponent) {
+    constexpr uint64_t kHalf = uint64_t{1} << 51;
+    return BitCast<double>(static_cast<uint64_t>(exponent + 1023) << 52 | kHalf);
+  }
+
   Doubles sums_[kLevels][kVectors];
   // Two's complement: where the window does not hold the chunk, they may wrap, and are not used.
   uint64_t units_[kLevels][8];
   double start_[kLevels];
 };
+
+// Whether two levels hold all squares of a format, so that the smallest element does not matter.
+template <typename Format>
+inline constexpr bool kTwoLevelsHoldAll =
+    Format::kMaxSquareExponent + kWindowHeadroom -
+        2 * (Format::kMinExponent - Format::kFractionBits) <=
+    2 * kLevelBits;
+
+template <typename Simd, typename Format>
+using ExtremesThatMatter =
+    std::conditional_t<kTwoLevelsHoldAll<Format>, MaxMagnitude<Simd, Format>,
+                       BothExtremes<Simd, Format>>;
+
+HP_INLINE Extremes ToExtremes(Extremes extremes) { return extremes; }
+HP_INLINE Extremes ToExtremes(uint64_t max_magnitude) { return {max_magnitude, 1}; }
 
 // numel: at most kExactChunkNumel (work_plan.h), so that units fit an int64.
 template <typename Simd, typename Format, int kLevels>
@@ -84,7 +109,7 @@ void SumExactly(const std::byte* data, size_t numel, int top, LeveledSum* result
   static_assert(kLevels >= 2);
   constexpr size_t kFlushNumel = kBlocksPerFlush * kBlockNumel;
   Levels<Simd, kLevels> levels(top);
-  BothExtremes<Simd, Format> extremes;
+  ExtremesThatMatter<Simd, Format> extremes;
   while (numel != 0) {
     const size_t part = numel < kFlushNumel ? numel : kFlushNumel;
     ForEachBlock<Format>(data, part, [&](const std::byte* block) HP_INLINE_LAMBDA {
@@ -97,8 +122,9 @@ void SumExactly(const std::byte* data, size_t numel, int top, LeveledSum* result
     data += part * sizeof(typename Format::Word);
     numel -= part;
   }
+  HP_UNROLL
   for (int k = 0; k < kMaxLevels; ++k) result->units[k] = k < kLevels ? levels.Units(k) : 0;
-  result->extremes = extremes.Get();
+  result->extremes = ToExtremes(extremes.Get());
 }
 
 }  // namespace

@@ -80,11 +80,17 @@ void SumSquaresExactly(const HyperHostTensors& tensors, size_t num_threads,
     size_t i = plan.TaskBegin(task);
     while (i < plan.task_ends[task]) {
       const size_t tensor = plan.chunks[i].tensor;
+      const bool begins_here = i == 0 || plan.chunks[i - 1].tensor != tensor;
       TensorTotal part;
       for (; i < plan.task_ends[task] && plan.chunks[i].tensor == tensor; ++i) {
         const Chunk& chunk = plan.chunks[i];
         AddChunk(KernelsFor(set, chunk.format), chunk, &windows[worker].of_format[chunk.format],
                  &part);
+      }
+      const bool ends_here = i == plan.chunks.size() || plan.chunks[i].tensor != tensor;
+      if (begins_here && ends_here) {
+        totals[tensor] = part;  // nobody else has to do with it
+        continue;
       }
       // In any order: integers do not mind.
       const std::lock_guard<std::mutex> lock(totals_mutex);

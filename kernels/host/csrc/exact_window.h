@@ -47,8 +47,7 @@ class ExactWindow {
 
   // Makes it hold these, and somewhat larger ones as well.
   void Fit(const SquareExponents& squares) {
-    constexpr int kHeadroom = 2;
-    top_ = squares.top + kHeadroom;
+    top_ = squares.top + kWindowHeadroom;
     choice_ = SmallestChoice(squares);
     is_set_ = true;
     num_loose_ = 0;

@@ -30,6 +30,8 @@ class CarefulSum {
   double rounded_off_ = 0.0;
 };
 
+constexpr HyperHostNorm kNormOfNothing = {0.0, 0.0, 0.0, HUGE_VAL, 0, 0, 0};
+
 // What the norm type needs besides sum of squares and largest magnitude.
 struct Wanted {
   explicit Wanted(double norm_type)
@@ -45,11 +47,10 @@ struct Wanted {
 // The norm of one chunk; all passes but the first find it in the cache.
 HyperHostNorm MeasureChunk(const FormatKernels& kernels, const Chunk& chunk, const Wanted& wanted,
                            double norm_type) {
-  HyperHostNorm norm = {};
+  HyperHostNorm norm = kNormOfNothing;
   const SquareSum squares = kernels.sum_squares(chunk.data, chunk.numel);
   norm.sum_of_squares = squares.sum;
   norm.max_abs = MagnitudeValue(squares.max_magnitude, chunk.format);
-  norm.min_abs = HUGE_VAL;
   if (wanted.powers) norm.pow_sum = kernels.sum_powers(chunk.data, chunk.numel, norm_type);
   if (wanted.census) {
     const Census census = kernels.take_census(chunk.data, chunk.numel);
@@ -69,30 +70,67 @@ HyperHostNorm MeasureChunk(const FormatKernels& kernels, const Chunk& chunk, con
 double MaxKeepingNan(double a, double b) { return std::isnan(a) || a >= b ? a : b; }
 double MinKeepingNan(double a, double b) { return std::isnan(a) || a <= b ? a : b; }
 
-// Combines the chunks of each tensor in their order. Not inlined: the caller sets the floating
-// point environment, across which the compiler might move arithmetic.
-__attribute__((noinline)) void CombineChunks(const WorkPlan& plan,
-                                             const std::vector<HyperHostNorm>& of_chunks,
-                                             HyperHostNorm* norms) {
-  size_t i = 0;
-  while (i < plan.chunks.size()) {
-    const size_t tensor = plan.chunks[i].tensor;
-    HyperHostNorm& total = norms[tensor];
-    CarefulSum squares;
-    CarefulSum powers;
-    for (; i < plan.chunks.size() && plan.chunks[i].tensor == tensor; ++i) {
-      const HyperHostNorm& part = of_chunks[i];
-      squares.Add(part.sum_of_squares);
-      powers.Add(part.pow_sum);
-      total.max_abs = MaxKeepingNan(total.max_abs, part.max_abs);
-      total.min_abs = MinKeepingNan(total.min_abs, part.min_abs);
-      total.num_nonzero += part.num_nonzero;
-      total.num_nan += part.num_nan;
-      total.num_inf += part.num_inf;
+// Where the norms of chunks go: of a tensor that is one chunk to its place among the results, as
+// most of a long list are; of others to places of their own, to be combined.
+class NormPlaces {
+ public:
+  // A tensor of several chunks, and where their norms are among parts.
+  struct CutTensor {
+    size_t tensor;
+    size_t first_part;
+    size_t num_parts;
+  };
+
+  NormPlaces(const WorkPlan& plan, HyperHostNorm* results) {
+    const std::vector<Chunk>& chunks = plan.chunks;
+    size_t num_parts = 0;
+    for (size_t begin = 0, end = 0; begin < chunks.size(); begin = end) {
+      const size_t tensor = chunks[begin].tensor;
+      while (end < chunks.size() && chunks[end].tensor == tensor) ++end;
+      if (end - begin == 1) continue;
+      cut_tensors_.push_back({tensor, num_parts, end - begin});
+      num_parts += end - begin;
     }
-    total.sum_of_squares = squares.Get();
-    total.pow_sum = powers.Get();
+    parts_.resize(num_parts);
+    of_chunk_.reserve(chunks.size());
+    HyperHostNorm* next_part = parts_.data();
+    auto cut = cut_tensors_.begin();
+    for (const Chunk& chunk : chunks) {
+      while (cut != cut_tensors_.end() && cut->tensor < chunk.tensor) ++cut;
+      const bool is_cut = cut != cut_tensors_.end() && cut->tensor == chunk.tensor;
+      of_chunk_.push_back(is_cut ? next_part++ : &results[chunk.tensor]);
+    }
   }
+
+  HyperHostNorm* OfChunk(size_t chunk) const { return of_chunk_[chunk]; }
+  const std::vector<CutTensor>& cut_tensors() const { return cut_tensors_; }
+  const HyperHostNorm* Parts(const CutTensor& cut) const { return &parts_[cut.first_part]; }
+
+ private:
+  std::vector<HyperHostNorm*> of_chunk_;
+  std::vector<HyperHostNorm> parts_;
+  std::vector<CutTensor> cut_tensors_;
+};
+
+// Combines chunks in their order. Not inlined: the caller sets the floating point environment,
+// across which the compiler might move arithmetic.
+__attribute__((noinline)) HyperHostNorm Combine(const HyperHostNorm* parts, size_t num_parts) {
+  HyperHostNorm total = kNormOfNothing;
+  CarefulSum squares;
+  CarefulSum powers;
+  for (size_t i = 0; i < num_parts; ++i) {
+    const HyperHostNorm& part = parts[i];
+    squares.Add(part.sum_of_squares);
+    powers.Add(part.pow_sum);
+    total.max_abs = MaxKeepingNan(total.max_abs, part.max_abs);
+    total.min_abs = MinKeepingNan(total.min_abs, part.min_abs);
+    total.num_nonzero += part.num_nonzero;
+    total.num_nan += part.num_nan;
+    total.num_inf += part.num_inf;
+  }
+  total.sum_of_squares = squares.Get();
+  total.pow_sum = powers.Get();
+  return total;
 }
 
 }  // namespace
@@ -102,20 +140,19 @@ void Measure(const HyperHostTensors& tensors, double norm_type, size_t num_threa
   const InstructionSet& set = CurrentInstructionSet();
   const WorkPlan plan = MakePlan(tensors, kChunkNumel);
   const Wanted wanted(norm_type);
-  std::vector<HyperHostNorm> of_chunks(plan.chunks.size());
+  for (int64_t i = 0; i < tensors.count; ++i) norms[i] = kNormOfNothing;
+  const NormPlaces places(plan, norms);
   ThreadPool::Get().Run(plan.task_ends.size(), num_threads, [&](size_t task, size_t) {
     const DefaultFloatEnvironment environment;
     for (size_t i = plan.TaskBegin(task); i < plan.task_ends[task]; ++i) {
       const FormatKernels& kernels = KernelsFor(set, plan.chunks[i].format);
-      of_chunks[i] = MeasureChunk(kernels, plan.chunks[i], wanted, norm_type);
+      *places.OfChunk(i) = MeasureChunk(kernels, plan.chunks[i], wanted, norm_type);
     }
   });
-  for (int64_t i = 0; i < tensors.count; ++i) {
-    norms[i] = {};
-    norms[i].min_abs = HUGE_VAL;
-  }
   const DefaultFloatEnvironment environment;
-  CombineChunks(plan, of_chunks, norms);
+  for (const NormPlaces::CutTensor& cut : places.cut_tensors()) {
+    norms[cut.tensor] = Combine(places.Parts(cut), cut.num_parts);
+  }
 }
 
 }  // namespace hyper_parallel

@@ -28,6 +28,7 @@ SquareSum SumSquares(const std::byte* data, size_t numel) {
     max_magnitude.Add(block);
     Doubles x[4];
     Simd::LoadBlock(Format{}, block, x);
+    HP_UNROLL
     for (int v = 0; v < 4; ++v) {
       if constexpr (Format::kSquaresAreExact) {
         sums[v] = Simd::AddExactSquare(x[v], sums[v]);
@@ -79,6 +80,7 @@ double SumPowers(const std::byte* data, size_t numel, double power) {
   ForEachBlock<Format>(data, numel, [&](const std::byte* block) HP_INLINE_LAMBDA {
     Doubles x[4];
     Simd::LoadBlock(Format{}, block, x);
+    HP_UNROLL
     for (int v = 0; v < 4; ++v) {
       const Doubles magnitudes = Magnitudes<Simd>(x[v]);
       const Doubles powers = is_integer ? IntegerPower<Simd>(magnitudes, integer_power)

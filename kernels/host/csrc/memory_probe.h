@@ -4,6 +4,7 @@
 #define HYPER_PARALLEL_KERNELS_HOST_MEMORY_PROBE_H_
 
 #include "blocks.h"
+#include "scale_kernel.h"
 
 namespace hyper_parallel {
 namespace {
@@ -38,7 +39,7 @@ void ReadAndWriteMemory(std::byte* data, size_t num_bytes) {
   const typename Simd::Words mask = Simd::template BroadcastWord<uint64_t>(all_bits);
   for (size_t at = 0; at + 128 <= num_bytes; at += 128) {
     for (size_t line = at; line < at + 128; line += kCacheLineBytes) {
-      PrefetchForWrite(data + line, kPrefetchBytes);
+      PrefetchForWrite(data + line, kWritePrefetchBytes);
       Simd::StoreWords(data + line, Simd::And(Simd::LoadWords(data + line), mask));
     }
   }

@@ -39,17 +39,21 @@ NonfiniteCounts Count(const std::byte* data, size_t numel) {
 }  // namespace
 
 double MagnitudeValue(uint64_t magnitude, HyperHostFormat format) {
-  return WithFormat(format, [=](auto tag) -> double {
-    using Format = decltype(tag);
-    if (magnitude == kInfinity<Format>) return HUGE_VAL;
-    if (magnitude > kInfinity<Format>) return NAN;
-    const uint64_t fraction_mask = (uint64_t{1} << Format::kFractionBits) - 1;
-    const uint64_t fraction = magnitude & fraction_mask;
-    const int biased = static_cast<int>(magnitude >> Format::kFractionBits);
-    const uint64_t significand = biased == 0 ? fraction : fraction | (fraction_mask + 1);
-    const int exponent = Format::kMinExponent + (biased == 0 ? 0 : biased - 1);
-    return std::ldexp(static_cast<double>(significand), exponent - Format::kFractionBits);
-  });
+  const auto bits = static_cast<uint32_t>(magnitude);
+  switch (format) {
+    case HYPER_HOST_FLOAT32:
+      return BitCast<float>(bits);
+    case HYPER_HOST_BFLOAT16:
+      return BitCast<float>(bits << 16);
+    case HYPER_HOST_FLOAT16:
+      if (bits == kInfinity<Float16>) return HUGE_VAL;
+      if (bits > kInfinity<Float16>) return NAN;
+      // The exponent's bias differs by 127 - 15; subnormals come out right as well.
+      return BitCast<float>(bits << 13) * 0x1p112f;
+    case HYPER_HOST_FLOAT64:
+      break;
+  }
+  return BitCast<double>(magnitude);
 }
 
 bool IsFiniteMagnitude(uint64_t magnitude, HyperHostFormat format) {

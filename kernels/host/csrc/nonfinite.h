@@ -15,7 +15,7 @@ struct NonfiniteCounts {
   int64_t num_inf = 0;
 };
 
-// A magnitude is the bits of an element without its sign.
+// A magnitude is the bits of an element without its sign. Expects DefaultFloatEnvironment.
 double MagnitudeValue(uint64_t magnitude, HyperHostFormat format);
 
 bool IsFiniteMagnitude(uint64_t magnitude, HyperHostFormat format);

@@ -9,11 +9,18 @@
 namespace hyper_parallel {
 namespace {
 
+inline constexpr size_t kWritePrefetchBytes = 2048;
+
+// Rounds to bfloat16, in the upper half. A NaN with nothing in its lower half stays what it is, and
+// there are no others: bfloat16 has none, arithmetic makes none, and NarrowFactor passes none.
 HP_INLINE uint32_t RoundToUpperHalf(float x) {
   const uint32_t bits = BitCast<uint32_t>(x);
-  const uint32_t rounded = bits + 0x7fffu + (bits >> 16 & 1u);
-  // A carry out of a NaN's fraction would make a number of it.
-  return x == x ? rounded : 0x7fc00000u;
+  return bits + 0x7fffu + (bits >> 16 & 1u);
+}
+
+HP_INLINE float NarrowFactor(double factor) {
+  const float narrow = static_cast<float>(factor);
+  return narrow == narrow ? narrow : BitCast<float>(0x7fc00000u);
 }
 
 HP_INLINE float ScaleElement(float x, float factor) { return x * factor; }
@@ -39,7 +46,7 @@ template <typename ScaleLine>
 HP_INLINE void ForEachLine(std::byte* data, size_t num_bytes, const ScaleLine& scale_line) {
   const size_t num_full = num_bytes / kCacheLineBytes;
   for (size_t i = 0; i < num_full; ++i) {
-    PrefetchForWrite(data, kPrefetchBytes);
+    PrefetchForWrite(data, kWritePrefetchBytes);
     scale_line(data);
     data += kCacheLineBytes;
   }
@@ -54,7 +61,7 @@ HP_INLINE void ForEachLine(std::byte* data, size_t num_bytes, const ScaleLine& s
 
 template <typename Simd>
 void ScaleFloat32(std::byte* data, size_t numel, double factor) {
-  const float narrow = static_cast<float>(factor);
+  const float narrow = NarrowFactor(factor);
   ForEachLine(data, numel * 4, [=](std::byte* line) HP_INLINE_LAMBDA {
     ScaleLine<float>(line, narrow);
   });
@@ -62,7 +69,7 @@ void ScaleFloat32(std::byte* data, size_t numel, double factor) {
 
 template <typename Simd>
 void ScaleBFloat16(std::byte* data, size_t numel, double factor) {
-  const float narrow = static_cast<float>(factor);
+  const float narrow = NarrowFactor(factor);
   ForEachLine(data, numel * 2, [=](std::byte* line) HP_INLINE_LAMBDA {
     ScaleLine<uint32_t>(line, narrow);
   });
@@ -70,7 +77,7 @@ void ScaleBFloat16(std::byte* data, size_t numel, double factor) {
 
 template <typename Simd>
 void ScaleFloat16(std::byte* data, size_t numel, double factor) {
-  const float narrow = static_cast<float>(factor);
+  const float narrow = NarrowFactor(factor);
   ForEachLine(data, numel * 2, [=](std::byte* line) HP_INLINE_LAMBDA {
     Simd::ScaleHalves(line, narrow);
     Simd::ScaleHalves(line + kCacheLineBytes / 2, narrow);

@@ -46,9 +46,11 @@ struct SimdAvx2 {
   }
 
   HP_INLINE static void LoadBlock(Float32, const std::byte* block, Doubles out[4]) {
+    HP_UNROLL
     for (int v = 0; v < 4; ++v) out[v] = Widen(_mm256_castsi256_ps(Load32Bytes(block + 32 * v)));
   }
   HP_INLINE static void LoadBlock(BFloat16, const std::byte* block, Doubles out[4]) {
+    HP_UNROLL
     for (int v = 0; v < 4; v += 2) {
       const __m256i pairs = Load32Bytes(block + 16 * v);
       const __m256i even = _mm256_slli_epi32(pairs, 16);
@@ -58,12 +60,14 @@ struct SimdAvx2 {
     }
   }
   HP_INLINE static void LoadBlock(Float16, const std::byte* block, Doubles out[4]) {
+    HP_UNROLL
     for (int v = 0; v < 4; ++v) {
       const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block + 16 * v));
       out[v] = Widen(_mm256_cvtph_ps(halves));
     }
   }
   HP_INLINE static void LoadBlock(Float64, const std::byte* block, Doubles out[4]) {
+    HP_UNROLL
     for (int v = 0; v < 4; ++v) {
       const Words words = LoadWords(block + 64 * v);
       out[v] = {_mm256_castsi256_pd(words.low), _mm256_castsi256_pd(words.high)};

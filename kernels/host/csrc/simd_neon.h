@@ -57,11 +57,13 @@ struct SimdNeon {
   }
 
   HP_INLINE static void LoadBlock(Float32, const std::byte* block, Doubles out[4]) {
+    HP_UNROLL
     for (int v = 0; v < 4; ++v) {
       out[v] = Widen(LoadFloats(block + 32 * v), LoadFloats(block + 32 * v + 16));
     }
   }
   HP_INLINE static void LoadBlock(BFloat16, const std::byte* block, Doubles out[4]) {
+    HP_UNROLL
     for (int v = 0; v < 4; v += 2) {
       const uint32x4_t low = vreinterpretq_u32_u8(Load16Bytes(block + 16 * v));
       const uint32x4_t high = vreinterpretq_u32_u8(Load16Bytes(block + 16 * v + 16));
@@ -73,12 +75,14 @@ struct SimdNeon {
     }
   }
   HP_INLINE static void LoadBlock(Float16, const std::byte* block, Doubles out[4]) {
+    HP_UNROLL
     for (int v = 0; v < 4; ++v) {
       const float16x8_t halves = vreinterpretq_f16_u8(Load16Bytes(block + 16 * v));
       out[v] = Widen(vcvt_f32_f16(vget_low_f16(halves)), vcvt_high_f32_f16(halves));
     }
   }
   HP_INLINE static void LoadBlock(Float64, const std::byte* block, Doubles out[4]) {
+    HP_UNROLL
     for (int v = 0; v < 4; ++v) {
       out[v] = ForEachPair(
           [&](int i) { return vreinterpretq_f64_u8(Load16Bytes(block + 64 * v + 16 * i)); });

@@ -55,6 +55,7 @@ struct SimdScalar {
   // hold the even, 1 and 3 the odd ones of their 16 elements, which needs no shuffle.
   // NaN and infinity in a Float16 may come out as any number.
   HP_INLINE static void LoadBlock(Float32, const std::byte* block, Doubles out[4]) {
+    HP_UNROLL
     for (int v = 0; v < 4; ++v) {
       out[v] = ForEachLane([&](int i) {
         return static_cast<double>(BitCast<float>(LoadWord<uint32_t>(block + 32 * v + 4 * i)));
@@ -62,6 +63,7 @@ struct SimdScalar {
     }
   }
   HP_INLINE static void LoadBlock(BFloat16, const std::byte* block, Doubles out[4]) {
+    HP_UNROLL
     for (int v = 0; v < 4; ++v) {
       out[v] = ForEachLane([&](int i) {
         const uint32_t pair = LoadWord<uint32_t>(block + 32 * (v / 2) + 4 * i);
@@ -71,6 +73,7 @@ struct SimdScalar {
     }
   }
   HP_INLINE static void LoadBlock(Float16, const std::byte* block, Doubles out[4]) {
+    HP_UNROLL
     for (int v = 0; v < 4; ++v) {
       out[v] = ForEachLane([&](int i) {
         const uint32_t half = LoadWord<uint16_t>(block + 16 * v + 2 * i);

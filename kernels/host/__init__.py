@@ -21,17 +21,22 @@ from .library import TensorTable, is_available, load
 from .threads import num_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    Tensors = Sequence[torch.Tensor] | TensorTable
 
 __all__ = [
     "EXACT_DTYPES",
     "EXACT_EXPONENT",
     "ExactSum",
+    "ExactSums",
     "HostNorms",
+    "TensorTable",
     "exact_sums_of_squares",
     "instruction_sets",
     "is_available",
     "num_threads",
+    "pack",
     "partial_norms",
     "read",
     "read_and_write",
@@ -126,7 +131,39 @@ class ExactSum(NamedTuple):
     num_inf: int
 
 
-def partial_norms(tensors: Sequence[torch.Tensor], norm_type: float) -> HostNorms:
+class ExactSums:
+    """One `ExactSum` for each tensor, made when it is asked for.
+
+    Args:
+        results: HyperHostExactSum of each tensor.
+    """
+
+    def __init__(self, results: bytearray) -> None:
+        self._results = results
+
+    def __len__(self) -> int:
+        return len(self._results) // _EXACT_SUM.size
+
+    def __iter__(self) -> Iterator[ExactSum]:
+        for words, num_nan, num_inf in _EXACT_SUM.iter_unpack(self._results):
+            yield ExactSum(int.from_bytes(words, "little"), num_nan, num_inf)
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> TensorTable:
+    """Return the table of tensors that the other functions make of a list, to be used repeatedly.
+
+    It holds addresses only: the tensors must live, and keep their memory, as long as it is used.
+    """
+    dtypes = list(map(_dtype_of, tensors))
+    numels = array("q", map(torch.Tensor.numel, tensors))
+    if not _COMPLEX.isdisjoint(dtypes):
+        pairs = zip(numels, dtypes, strict=True)
+        numels = array("q", [numel * (1 + (dtype in _COMPLEX)) for numel, dtype in pairs])
+    addresses = array("Q", map(torch.Tensor.data_ptr, tensors))
+    return TensorTable(addresses, numels, bytes(map(_FORMATS.__getitem__, dtypes)))
+
+
+def partial_norms(tensors: Tensors, norm_type: float) -> HostNorms:
     """Measure each tensor.
 
     Accuracy: sums have a relative error below 2^-42, whatever the size. Powers other than whole
@@ -141,12 +178,12 @@ def partial_norms(tensors: Sequence[torch.Tensor], norm_type: float) -> HostNorm
         RuntimeError: If there are no kernels or they fail.
     """
     table = _table_of(tensors)
-    results = bytearray(_NORM_BYTES * len(tensors))
+    results = bytearray(_NORM_BYTES * len(table))
     load().partial_norms(table, norm_type, num_threads(), results)
     return HostNorms(results)
 
 
-def exact_sums_of_squares(tensors: Sequence[torch.Tensor]) -> list[ExactSum]:
+def exact_sums_of_squares(tensors: Tensors) -> ExactSums:
     """Sum the squares of each tensor without rounding, so that no order of elements matters.
 
     Args:
@@ -157,35 +194,35 @@ def exact_sums_of_squares(tensors: Sequence[torch.Tensor]) -> list[ExactSum]:
         ValueError: If a tensor is of another dtype.
     """
     table = _table_of(tensors)
-    results = bytearray(_EXACT_SUM.size * len(tensors))
+    results = bytearray(_EXACT_SUM.size * len(table))
     load().exact_sums_of_squares(table, num_threads(), results)
-    return [
-        ExactSum(int.from_bytes(words, "little"), num_nan, num_inf)
-        for words, num_nan, num_inf in _EXACT_SUM.iter_unpack(results)
-    ]
+    return ExactSums(results)
 
 
-def scale_(tensors: Sequence[torch.Tensor], factor: float) -> None:
+def scale_(tensors: Tensors, factor: float) -> None:
     """Multiply each tensor in place, in float32 arithmetic (float64 for float64), rounded once.
 
     Args:
-        tensors: As for `partial_norms`, complex ones included; they must not overlap.
+        tensors: As for `partial_norms`, complex ones included; they must not overlap. Of a table's
+            tensors autograd does not learn that they changed.
         factor: Any number.
 
     Raises:
         RuntimeError: If there are no kernels or they fail.
     """
     load().scale(_table_of(tensors), factor, num_threads())
+    if isinstance(tensors, TensorTable):
+        return
     tracked = [tensor for tensor in tensors if not tensor.is_inference()]
     torch.autograd.graph.increment_version(tracked)
 
 
-def read(tensors: Sequence[torch.Tensor]) -> None:
+def read(tensors: Tensors) -> None:
     """Read the tensors' memory as fast as is known: the limit of `partial_norms`."""
     load().read(_table_of(tensors), num_threads())
 
 
-def read_and_write(tensors: Sequence[torch.Tensor]) -> None:
+def read_and_write(tensors: Tensors) -> None:
     """Read and write back the tensors' memory as fast as is known: the limit of `scale_`."""
     load().read_and_write(_table_of(tensors), num_threads())
 
@@ -211,11 +248,5 @@ def use_instruction_set(name: str) -> None:
     load().use_instruction_set(name)
 
 
-def _table_of(tensors: Sequence[torch.Tensor]) -> TensorTable:
-    dtypes = list(map(_dtype_of, tensors))
-    numels = array("q", map(torch.Tensor.numel, tensors))
-    if not _COMPLEX.isdisjoint(dtypes):
-        pairs = zip(numels, dtypes, strict=True)
-        numels = array("q", [numel * (1 + (dtype in _COMPLEX)) for numel, dtype in pairs])
-    addresses = array("Q", map(torch.Tensor.data_ptr, tensors))
-    return TensorTable(addresses, numels, bytes(map(_FORMATS.__getitem__, dtypes)))
+def _table_of(tensors: Tensors) -> TensorTable:
+    return tensors if isinstance(tensors, TensorTable) else pack(tensors)

@@ -47,6 +47,9 @@ class TensorTable:
     numels: array[int]
     formats: bytes
 
+    def __len__(self) -> int:
+        return len(self.addresses)
+
     def as_argument(self) -> _Tensors:
         """Return the C structure, which points into this table."""
         address, count = self.addresses.buffer_info()

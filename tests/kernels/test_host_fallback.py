@@ -90,7 +90,7 @@ def test_instruction_set_comes_from_the_environment():
     assert "got mmx" in outcome.stderr
 
 
-@pytest.mark.parametrize("compiler", ["c++", "false"])
+@pytest.mark.parametrize("compiler", [pytest.param("c++", marks=pytest.mark.slow), "false"])
 def test_wheel_is_built_with_and_without_a_compiler(tmp_path, compiler):
     """A wheel has the library if it could be built, and no top-level package `kernels`."""
     source = tmp_path / "source"

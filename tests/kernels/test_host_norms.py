@@ -107,7 +107,7 @@ def test_addresses_need_not_even_be_multiples_of_the_element():
 
 
 def _format_of(tensor):
-    return host._table_of([tensor]).formats
+    return host.pack([tensor]).formats
 
 
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
@@ -199,7 +199,7 @@ def test_no_tensors_and_only_empty_tensors_cost_nothing():
     assert host.partial_norms([], 2.0).sums_of_squares == []
     assert host.partial_norms([torch.empty(0), torch.empty(3, 0)], 2.0).max_abs == [0.0, 0.0]
     assert measured(torch.empty(0), -math.inf)[3] == math.inf
-    assert host.exact_sums_of_squares([]) == []
+    assert list(host.exact_sums_of_squares([])) == []
     host.scale_([], 0.5)
 
 

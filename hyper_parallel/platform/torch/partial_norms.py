@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,6 +58,8 @@ def measure(
     Sync: one per device that holds shards, one more for each shard that is not finite; one per
     4 Mi elements on a device if reproducible.
     """
+    if not reproducible and _are_plain(tensors, norm_type):
+        return _measure_with_kernels(tensors, norm_type), Copies()
     tensors = [_dense(tensor) for tensor in tensors]
     if reproducible:
         return _measure_exactly(tensors)
@@ -103,6 +106,21 @@ def scale_(tensors: Sequence[torch.Tensor], coef: float, *, foreach: bool) -> No
         host.scale_(on_host, coef)
     for group in groups.values():
         foreach_mul_(group, coef)
+
+
+def _are_plain(tensors: Sequence[torch.Tensor], norm_type: float) -> bool:
+    """Tell whether the kernels take all of them; checked a list at a time, since lists are long."""
+    return (
+        all(map(_is_cpu, tensors))
+        and set(map(_layout_of, tensors)) == {torch.strided}
+        and all(map(torch.Tensor.is_contiguous, tensors))
+        and (norm_type == 2.0 or not any(map(torch.is_complex, tensors)))
+        and bool(host.is_available())
+    )
+
+
+_is_cpu = operator.attrgetter("is_cpu")
+_layout_of = operator.attrgetter("layout")
 
 
 def _measure_on_host(tensors: Sequence[torch.Tensor], norm_type: float) -> list[PartialNorm]:
@@ -168,7 +186,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def _exact_sum_of_piece(piece: torch.Tensor) -> host.ExactSum:
     dense = piece.cpu().contiguous()
     if host.is_available():
-        return host.exact_sums_of_squares([dense])[0]
+        return next(iter(host.exact_sums_of_squares([dense])))
     return exact_sum_of_squares(dense)
 
 

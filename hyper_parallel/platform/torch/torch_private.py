@@ -6,15 +6,16 @@ Each function says which torch versions it was read in, so that a rename upstrea
 from __future__ import annotations
 
 import datetime
+import operator
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 __all__ = [
     "KeyValueStore",
@@ -23,7 +24,9 @@ __all__ = [
     "group_store",
     "group_timeout",
     "is_sharded",
+    "local_tensors",
     "reduce_scatter_sum",
+    "specs",
 ]
 
 
@@ -54,6 +57,20 @@ def is_sharded(placement: Placement) -> bool:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return isinstance(placement, (Shard, _StridedShard))
+
+
+def local_tensors(dtensors: Iterable[DTensor]) -> list[torch.Tensor]:
+    """Return the shards, without `to_local`'s microseconds and autograd node (2.9-2.13)."""
+    return list(map(_local_tensor, dtensors))
+
+
+def specs(dtensors: Iterable[DTensor]) -> list[object]:
+    """Return each one's mesh and placements, as one object (torch 2.9 to 2.13)."""
+    return list(map(_spec, dtensors))
+
+
+_local_tensor = operator.attrgetter("_local_tensor")
+_spec = operator.attrgetter("_spec")
 
 
 def all_gather_rows(output: torch.Tensor, row: torch.Tensor, group: dist.ProcessGroup) -> None:

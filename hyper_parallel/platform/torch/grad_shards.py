@@ -262,12 +262,12 @@ class _KnownReaches:
             self._reaches.clear()
             self._rank = rank
         found = specs(dtensors)
-        keys = list(map(id, found))
-        if not self._reaches.keys() >= set(keys):
-            for key, spec, dtensor in zip(keys, found, dtensors, strict=True):
-                self._specs[key] = spec
-                self._reaches[key] = _reach_of(dtensor)
-        return [self._reaches[key] for key in keys]
+        reaches = list(map(self._reaches.get, map(id, found)))
+        for i, reach in enumerate(reaches) if None in reaches else ():
+            if reach is None:
+                self._specs[id(found[i])] = found[i]
+                reaches[i] = self._reaches[id(found[i])] = _reach_of(dtensors[i])
+        return cast("list[Reach]", reaches)
 
 
 _known_reaches = _KnownReaches()

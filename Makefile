@@ -8,16 +8,16 @@ KERNEL_SOURCES := $(sort $(wildcard kernels/host/csrc/*))
 STAMP_SOURCES := pyproject.toml setup.py Makefile $(KERNEL_SOURCES)
 STAMP := $(VENV)/.installed-$(shell cksum $(STAMP_SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: demo test test-slow test-asan test-tsan test-aarch64 lint setup clean
+.PHONY: demo test test-asan test-tsan test-aarch64 lint setup clean
 
 setup: $(STAMP)
 	@$(BIN)/python -c "from hyper_parallel.testing import simnpu; simnpu.install()"
 
 $(STAMP): $(STAMP_SOURCES)
 	@echo "setup: installing $(TORCH) and the test packages into $(VENV), a minute or two"
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[test,trainer]'
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[test]'
 	rm -f $(VENV)/.installed-*
 	touch $@
 
@@ -25,10 +25,7 @@ demo: setup
 	$(BIN)/python -m hyper_parallel.trainer.demo configs/text_moe_fsdp8_ep4_offload.yaml
 
 test: setup lint
-	$(BIN)/python -m pytest -m "not device and not slow"
-
-test-slow: setup
-	$(BIN)/python -m pytest -m "slow"
+	$(BIN)/python -m pytest -m "not device"
 
 # The host kernels under sanitizers and on another processor; not in CI.
 CHECK_SOURCES := $(filter %.cpp,$(KERNEL_SOURCES)) tests/kernels/host_check.cpp
@@ -55,7 +52,7 @@ test-aarch64:
 	build/host_check > build/digest
 	qemu-aarch64-static build/host_check_aarch64 | diff build/digest -
 
-lint: setup
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -95,9 +95,9 @@ def _collect(pipes: dict[Connection, int], deadline: float) -> dict[int, tuple[b
         if not ready:
             break
         for pipe in ready:
-            rank = waiting.pop(pipe)  # type: ignore[index]
+            rank = waiting.pop(pipe)
             try:
-                outcomes[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                outcomes[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 outcomes[rank] = (False, "died without a word")
     for rank in waiting.values():
@@ -126,9 +126,11 @@ def _rank_main(
         if "hccl" in backend:
             torch.npu.set_device(rank)
         if backend != "none":
+            store = dist.FileStore(path, num_ranks)
+            store.set_timeout(group_timeout)
             dist.init_process_group(
                 backend,
-                store=dist.FileStore(path, num_ranks),
+                store=store,
                 rank=rank,
                 world_size=num_ranks,
                 timeout=group_timeout,

@@ -21,12 +21,6 @@ def exact_pow_sum(tensors: Iterable[torch.Tensor], p: int = 2) -> Fraction:
     return total
 
 
-def fsum_norm(tensors: Iterable[torch.Tensor]) -> float:
-    """Return the 2-norm in float64: products exact for float32 and narrower, sum by math.fsum."""
-    squares = (tensor.detach().double().square().flatten() for tensor in tensors if tensor.numel())
-    return math.sqrt(math.fsum(value for square in squares for value in square.tolist()))
-
-
 def assert_rounds_sqrt(norm: torch.Tensor, pow_sum: Fraction) -> None:
     """Assert that `norm` is sqrt(pow_sum) rounded to nearest in its own dtype."""
     value = Fraction(norm.item())

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+
+both = pytest.mark.parametrize("backend", ["gloo", pytest.param("hccl", marks=pytest.mark.simnpu)])
+"""Run a test on a group that reduces CPU tensors and on one that does not."""
 
 
 def device_of(backend: str) -> str:
@@ -92,6 +96,7 @@ def expert(backend: str, **options: bool) -> torch.nn.Parameter:
 __all__ = [
     "Replicate",
     "Shard",
+    "both",
     "dense",
     "device_of",
     "expert",

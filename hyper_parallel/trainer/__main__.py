@@ -6,12 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hyper_parallel.trainer.config import ConfigError, load_config
+from hyper_parallel.trainer.command_line import run_command
+from hyper_parallel.trainer.config import load_config
 from hyper_parallel.trainer.data import load_corpus
-from hyper_parallel.trainer.launch import RankFailedError, exit_on_sigterm, launch
+from hyper_parallel.trainer.launch import launch
 from hyper_parallel.trainer.train import train
-
-EXIT_CONFIG = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,17 +18,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hyper_parallel.trainer")
     parser.add_argument("config", help="YAML file, see configs/")
     path = parser.parse_args(arguments).config
-    exit_on_sigterm()
-    try:
-        config = load_config(path)
-        load_corpus(config.data, seq_len=config.training.seq_len)
-        launch(train, config)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return EXIT_CONFIG
-    except RankFailedError as error:
-        print(error, file=sys.stderr)
-        return 1
+    return run_command(lambda: _run(path))
+
+
+def _run(path: str) -> int:
+    config = load_config(path)
+    load_corpus(config.data, seq_len=config.training.seq_len)
+    launch(train, config)
     return 0
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
-
-import yaml
 
 __all__ = [
     "AcceleratorConfig",
@@ -42,8 +41,12 @@ class ConfigError(ValueError):
         self.problems = problems
 
 
-def _at_least(minimum: int, *, default: int) -> Any:
-    return field(default=default, metadata={"at_least": minimum})
+_MAX_COUNT = 2**31 - 1  # of anything; no machine gets there
+_MAX_SEED = 2**64 - 1  # torch.manual_seed's
+
+
+def _at_least(minimum: int, *, default: int, at_most: int = _MAX_COUNT) -> Any:
+    return field(default=default, metadata={"at_least": minimum, "at_most": at_most})
 
 
 def _above_zero(*, default: float) -> Any:
@@ -71,7 +74,7 @@ class TrainingConfig:
     lr: float = _above_zero(default=3e-3)
     max_grad_norm: float = _above_zero(default=1.0)
     backend: str = field(default="hccl", metadata={"choices": tuple(DEVICE_OF_BACKEND)})
-    seed: int = _at_least(0, default=0)
+    seed: int = _at_least(0, default=0, at_most=_MAX_SEED)
     batch_size: int = _at_least(1, default=4)
     seq_len: int = _at_least(2, default=64)
 
@@ -129,8 +132,15 @@ def load_config(path: str | Path) -> Config:
             range or contradict each other; all of them are named.
     """
     try:
-        document = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        from hyper_parallel.trainer.yaml_file import YamlFileError, read_yaml
+    except ModuleNotFoundError as error:
+        if error.name != "yaml":
+            raise
+        remedy = "PyYAML is not installed: pip install 'hyper-parallel[trainer]'"
+        raise ConfigError([remedy], source=str(path)) from error
+    try:
+        document = read_yaml(path)
+    except YamlFileError as error:
         raise ConfigError([str(error)], source=str(path)) from error
     return parse_config(document, source=str(path))
 
@@ -156,19 +166,6 @@ def parse_config(document: object, *, source: str = "configuration") -> Config:
     if lines:
         raise ConfigError(lines, source=source)
     return config
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, where YAML would keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002 - PyYAML's signature
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key}: given twice, keep one", node.start_mark
-                )
-        return super().construct_mapping(node, deep=deep)
 
 
 def _mapping(content: object, key: str, problems: dict[str, str]) -> Mapping[str, object]:
@@ -213,7 +210,7 @@ def _converted(value: object, kind: Any) -> object:
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             return float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             pass
     elif kind is int:
         if isinstance(value, int) and not isinstance(value, bool):
@@ -229,6 +226,8 @@ def _checked(value: object, limits: Mapping[str, Any]) -> object:
     if isinstance(value, int | float):
         if "at_least" in limits and value < limits["at_least"]:
             raise ValueError(f"expected at least {limits['at_least']}, found {value}")
+        if "at_most" in limits and value > limits["at_most"]:
+            raise ValueError(f"expected at most {limits['at_most']}, found {value}")
         if "above" in limits and not value > limits["above"]:  # also refuses NaN
             raise ValueError(f"expected more than {limits['above']:g}, found {value}")
     if "choices" in limits and value not in limits["choices"]:
@@ -272,5 +271,6 @@ def _contradictions(config: Config) -> Iterator[_Contradiction]:
     if fsdp.enable_offload and config.device_type == "cpu":
         keys = ("fsdp_config.enable_offload", "training.backend")
         yield _Contradiction(keys, "gloo trains on the CPU, where there is nothing to offload from")
-    if config.data.path is not None and not Path(config.data.path).exists():
-        yield _Contradiction(("data.path",), f"no file or folder {config.data.path}")
+    # os.path, for which '' is no path and an unreachable one no exception.
+    if config.data.path is not None and not os.path.exists(config.data.path):
+        yield _Contradiction(("data.path",), f"no file or folder {config.data.path!r}")

@@ -42,21 +42,32 @@ def load_corpus(config: DataConfig, *, seq_len: int) -> Corpus:
     """Read the text of `config.path`, by default the sources of Python's standard library.
 
     Raises:
-        ConfigError: There is not enough text for one sequence.
+        ConfigError: It cannot be read, or there is not enough of it for one sequence.
     """
-    root = Path(config.path) if config.path else Path(sysconfig.get_paths()["stdlib"])
-    files = [root] if root.is_file() else _text_files(root, recursive=config.path is not None)
-    text = bytearray()
-    for file in files:
-        with file.open("rb") as opened:
-            text += opened.read(config.max_bytes - len(text))
-        if len(text) == config.max_bytes:
-            break
+    is_default = config.path is None
+    root = Path(sysconfig.get_paths()["stdlib"] if config.path is None else config.path)
+    try:
+        text = _read_text(root, recursive=not is_default, max_bytes=config.max_bytes)
+    except OSError as error:
+        raise ConfigError([f"data.path: {root} cannot be read: {error}"]) from error
     if len(text) < seq_len + 1:
         needed = f"training.seq_len {seq_len} needs {seq_len + 1} bytes of text"
         raise ConfigError([f"data.path / data.max_bytes: {needed}, found {len(text)} in {root}"])
-    name = str(root) if config.path else "Python's standard library sources"
+    name = "Python's standard library sources" if is_default else str(root)
     return Corpus(name, torch.frombuffer(text, dtype=torch.uint8))
+
+
+def _read_text(root: Path, *, recursive: bool, max_bytes: int) -> bytearray:
+    text = bytearray()
+    for file in [root] if root.is_file() else _text_files(root, recursive=recursive):
+        try:
+            with file.open("rb") as opened:
+                text += opened.read(max_bytes - len(text))
+        except OSError as error:  # which may not name the file: reading does not
+            raise OSError(error.errno, error.strerror, str(file)) from error
+        if len(text) == max_bytes:
+            break
+    return text
 
 
 def _text_files(folder: Path, *, recursive: bool) -> list[Path]:

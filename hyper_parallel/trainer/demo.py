@@ -13,16 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from hyper_parallel.platform.torch.clip_result import Copies
+from hyper_parallel.trainer.command_line import run_command
 from hyper_parallel.trainer.config import Config, ConfigError, load_config
 from hyper_parallel.trainer.data import load_corpus
-from hyper_parallel.trainer.launch import (
-    RankFailedError,
-    exit_on_sigterm,
-    launch,
-    say,
-    started_by_torchrun,
-)
-from hyper_parallel.trainer.train import ClipCost, StepRecord, Trainer, train
+from hyper_parallel.trainer.launch import launch, say, started_by_torchrun
+from hyper_parallel.trainer.train import StepRecord, Trainer, train
 
 __all__ = ["OffloadedRun", "Report", "build_report", "find_difference", "main"]
 
@@ -56,7 +52,7 @@ def build_report(offloaded: list[OffloadedRun], resident: list[list[StepRecord]]
     records = runs[0]
     problems = []
     clip: dict[str, object] = {}
-    for name in (item.name for item in dataclasses.fields(ClipCost)):
+    for name in (item.name for item in dataclasses.fields(Copies)):
         counts = sorted({getattr(record.clip_cost, name) for run in runs for record in run})
         clip[name] = counts[0] if len(counts) == 1 else counts
         if len(counts) > 1:
@@ -118,24 +114,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hyper_parallel.trainer.demo")
     parser.add_argument("config", help="YAML file with fsdp_config.enable_offload: true")
     path = parser.parse_args(arguments).config
-    exit_on_sigterm()
+    return run_command(lambda: _run(path))
+
+
+def _run(path: str) -> int:
     started = time.perf_counter()
-    try:
-        config = load_config(path)
-        if not config.fsdp_config.enable_offload:
-            needed = "fsdp_config.enable_offload: the demo compares true with false, set it to true"
-            raise ConfigError([needed], source=path)
-        if started_by_torchrun():
-            raise ConfigError(["torchrun: the demo starts its ranks itself"], source=path)
-        load_corpus(config.data, seq_len=config.training.seq_len)
-        say(f"== {config.training.steps} steps with CPU offload")
-        offloaded = launch(_train_offloaded, config)
-        again = _first_steps_resident(config)
-        say(f"== the first {again.training.steps} steps again, without offload")
-        resident = launch(train, again)
-    except (ConfigError, RankFailedError) as error:
-        print(error, file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    config = load_config(path)
+    if not config.fsdp_config.enable_offload:
+        needed = "fsdp_config.enable_offload: the demo compares true with false, set it to true"
+        raise ConfigError([needed], source=path)
+    if started_by_torchrun():
+        raise ConfigError(["torchrun: the demo starts its ranks itself"], source=path)
+    load_corpus(config.data, seq_len=config.training.seq_len)
+    say(f"== {config.training.steps} steps with CPU offload")
+    offloaded = launch(_train_offloaded, config)
+    again = _first_steps_resident(config)
+    say(f"== the first {again.training.steps} steps again, without offload")
+    resident = launch(train, again)
     report = build_report(offloaded, resident)
     say(f"== done in {time.perf_counter() - started:.0f} s")
     for problem in report.problems:

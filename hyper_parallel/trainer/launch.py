@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 import multiprocessing
 import os
@@ -15,17 +17,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hyper_parallel.testing import simnpu
+from hyper_parallel.trainer.command_line import STOP_SIGNALS, CommandError, hold_stop_signals
 from hyper_parallel.trainer.config import Config, ConfigError
 
 __all__ = [
     "RankFailedError",
-    "exit_on_sigterm",
     "launch",
     "say",
     "started_by_torchrun",
@@ -36,19 +39,16 @@ __all__ = [
 Result = TypeVar("Result")
 
 _TORCHRUN_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
-_SIMULATED_DEVICES_VARIABLE = "HYPER_PARALLEL_SIMNPU_DEVICES"
+_RANKS_KEYS = "fsdp_config.dp_shard_size / accelerator.tp_size"
 _LAST_WORDS_S = 0.3  # how long other ranks may still say why they failed
 _TEAR_DOWN_S = 10.0
 _LEAVE = b"leave"
+_MAX_CPU_RANKS = simnpu.MAX_NUM_DEVICES  # over gloo alone, as many still start on 2 cores
+_CPU_RANK_BYTES = 100 * 2**20  # measured, small model: 95 MiB over gloo, 143 on the simulated NPU
 
 
-class RankFailedError(RuntimeError):
+class RankFailedError(CommandError):
     """A rank raised or died, and the others were ended; the message says which and why."""
-
-
-def exit_on_sigterm() -> None:
-    """Make `timeout` and schedulers end the ranks too, not only the process that started them."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def say(text: str) -> None:
@@ -66,18 +66,20 @@ def validate_machine(config: Config) -> None:
     """Check what the YAML alone cannot tell, before any rank starts.
 
     Raises:
-        ConfigError: torchrun started another number of ranks, or devices are missing.
+        ConfigError: torchrun started another number of ranks, devices are missing, or the CPU is
+            asked for more ranks than this machine runs.
     """
     problems = []
-    sizes = "fsdp_config.dp_shard_size / accelerator.tp_size"
     needed = f"{config.fsdp_config.dp_shard_size} x {config.accelerator.tp_size} ranks"
-    num_local_ranks = config.num_ranks
-    if started_by_torchrun():
-        num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        if int(os.environ["WORLD_SIZE"]) != config.num_ranks:
-            started = f"torchrun started {os.environ['WORLD_SIZE']}"
-            problems.append(f"{sizes}: {needed} are configured, {started}")
-    if config.device_type != "cpu" and not uses_simulator(config):
+    num_local_ranks = _num_local_ranks(config)
+    if started_by_torchrun() and int(os.environ["WORLD_SIZE"]) != config.num_ranks:
+        started = f"torchrun started {os.environ['WORLD_SIZE']}"
+        problems.append(f"{_RANKS_KEYS}: {needed} are configured, {started}")
+    if _runs_on_the_cpu(config):
+        limit, reason = _limit_of_cpu_ranks()
+        if num_local_ranks > limit:
+            problems.append(f"{_RANKS_KEYS}: {needed}, but at most {limit} run here: {reason}")
+    else:
         device_module = getattr(torch, config.device_type, None)
         num_devices = device_module.device_count() if device_module is not None else 0
         if num_devices == 0:
@@ -87,7 +89,7 @@ def validate_machine(config: Config) -> None:
                 f"device and this machine shows none; {remedy}"
             )
         elif num_devices < num_local_ranks:
-            problems.append(f"{sizes}: {needed}, but this machine has {num_devices} devices")
+            problems.append(f"{_RANKS_KEYS}: {needed}, but this machine has {num_devices} devices")
     if problems:
         raise ConfigError(problems)
 
@@ -109,7 +111,7 @@ def launch(rank_fn: Callable[[Config], Result], config: Config) -> list[Result]:
     validate_machine(config)
     if started_by_torchrun():
         return [_run_as_torchrun_rank(rank_fn, config)]
-    if config.device_type == "cpu" or uses_simulator(config):
+    if _runs_on_the_cpu(config):
         # Forked ranks start in a second; OpenMP's workers would not survive the fork.
         torch.set_num_threads(1)
         start_method = "fork"
@@ -117,16 +119,21 @@ def launch(rank_fn: Callable[[Config], Result], config: Config) -> list[Result]:
         start_method = "spawn"
     if uses_simulator(config):
         say("no NPU here: using the simulated one")
-        _install_simulator(config.num_ranks)
+        simnpu.install(num_devices=config.num_ranks)
     say(f"starting {config.num_ranks} ranks ({config.training.backend})")
     with tempfile.TemporaryDirectory() as folder:
         ranks = _Ranks(start_method)
         try:
             for rank in range(config.num_ranks):
-                ranks.start(rank, rank_fn, config, os.path.join(folder, "store"))
+                try:
+                    ranks.start(rank, rank_fn, config, os.path.join(folder, "store"))
+                except OSError as error:
+                    refused = f"{config.num_ranks} ranks, but after {rank} this machine refused"
+                    raise ConfigError([f"{_RANKS_KEYS}: {refused}: {error}"]) from error
             return ranks.collect()
         finally:
-            ranks.end()
+            with hold_stop_signals():
+                ranks.end()
 
 
 def started_by_torchrun() -> bool:
@@ -139,7 +146,7 @@ def _run_as_torchrun_rank(rank_fn: Callable[[Config], Result], config: Config) -
     if uses_simulator(config):
         if rank == 0:
             say("no NPU here: using the simulated one")
-        _install_simulator(config.num_ranks)
+        simnpu.install(num_devices=_num_local_ranks(config))
     _select_device(config, int(os.environ.get("LOCAL_RANK", rank)))
     dist.init_process_group(config.training.backend)
     result = rank_fn(config)
@@ -147,16 +154,37 @@ def _run_as_torchrun_rank(rank_fn: Callable[[Config], Result], config: Config) -
     return result
 
 
-def _install_simulator(num_ranks: int) -> None:
-    """Install it with a device for every rank; says so itself if it must be compiled first."""
-    os.environ.setdefault(_SIMULATED_DEVICES_VARIABLE, str(max(num_ranks, 8)))
-    simnpu.install()
-    num_devices = torch.accelerator.device_count()
-    if num_devices < num_ranks:
-        raise ConfigError(
-            [f"{_SIMULATED_DEVICES_VARIABLE}: {num_ranks} ranks need as many, found {num_devices}"],
-            source="environment",
+def _num_local_ranks(config: Config) -> int:
+    """Ranks on this machine."""
+    if started_by_torchrun():
+        return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    return config.num_ranks
+
+
+def _runs_on_the_cpu(config: Config) -> bool:
+    return config.device_type == "cpu" or uses_simulator(config)
+
+
+def _limit_of_cpu_ranks() -> tuple[int, str]:
+    """How many ranks this machine can hold, and why not more."""
+    # torchrun's other ranks may have taken theirs already.
+    available_bytes = sys.maxsize if started_by_torchrun() else _available_bytes()
+    if available_bytes < _MAX_CPU_RANKS * _CPU_RANK_BYTES:
+        free, each = available_bytes // 2**20, _CPU_RANK_BYTES // 2**20
+        return (
+            available_bytes // _CPU_RANK_BYTES,
+            f"{free} MiB are free, a rank takes {each} or more",
         )
+    return _MAX_CPU_RANKS, "the trainer starts no more on the CPU of one machine"
+
+
+def _available_bytes() -> int:
+    """Memory that programs may still take; where the kernel does not say, all that there is."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024  # "MemAvailable:   23456 kB"
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _select_device(config: Config, local_rank: int) -> None:
@@ -186,9 +214,11 @@ class _Ranks:
         ours, theirs = self.context.Pipe()
         arguments = (theirs, rank, rank_fn, config, store_path)
         process = self.context.Process(target=_rank_main, args=arguments, daemon=True)
-        process.start()
+        # Held, so that no signal leaves a rank that nobody knows, or meets one before it is ready.
+        with hold_stop_signals():
+            process.start()
+            self.processes.append(process)
         theirs.close()  # so that the pipe ends when the rank does
-        self.processes.append(process)
         self.rank_of_pipe[ours] = rank
 
     def collect(self) -> list[Any]:
@@ -238,6 +268,20 @@ class _Ranks:
         return outcome
 
 
+def _end_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent is gone, which SIGKILL gives no warning of.
+
+    Linux alone has this; elsewhere a killed parent leaves ranks behind.
+    """
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, linux/prctl.h
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(set_parent_death_signal, signal.SIGKILL) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:  # it was gone already
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _rank_main(
     parent: Connection,
     rank: int,
@@ -246,8 +290,13 @@ def _rank_main(
     store_path: str,
 ) -> None:
     """Run one started rank."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends us
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None and launcher.pid is not None  # noqa: S101, PT018 - it started us
+    _end_with_parent(launcher.pid)
+    # Ctrl-C, `timeout` and a closed terminal signal all processes: the parent ends us, in order.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(config.num_ranks),

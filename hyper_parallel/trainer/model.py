@@ -37,24 +37,35 @@ class Dispatch:
 
 
 class Experts(nn.Module):
-    """Feed-forward networks whose weights are stacked, so that dim 0 can be sharded."""
+    """Feed-forward networks whose weights are stacked, so that dim 0 can be sharded.
+
+    Attributes:
+        gradient_factor: What the weights' gradients are multiplied by, before FSDP2 averages them.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.gradient_factor = 1.0
         num_experts, dim, expert_dim = config.num_experts, config.dim, config.expert_dim
         self.up = nn.Parameter(torch.randn(num_experts, dim, expert_dim) * dim**-0.5)
         self.down = nn.Parameter(torch.randn(num_experts, expert_dim, dim) * expert_dim**-0.5)
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Apply expert i to its counts[i] rows; an expert without rows gets a zero gradient."""
-        weights = zip(_local(self.up).unbind(), _local(self.down).unbind(), strict=True)
+        weights = zip(self._local(self.up).unbind(), self._local(self.down).unbind(), strict=True)
         parts = zip(torch.split(rows, counts), weights, strict=True)
         return torch.cat([F.gelu(part @ up) @ down for part, (up, down) in parts])
 
-
-def _local(weight: Tensor) -> Tensor:
-    """Return this rank's experts: under expert parallelism the weight is a DTensor."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    def _local(self, weight: Tensor) -> Tensor:
+        """Return this rank's experts: under expert parallelism the weight is a DTensor."""
+        if not isinstance(weight, DTensor):
+            return weight
+        local: Tensor = weight.to_local()
+        if local.requires_grad:  # not so in evaluation
+            local.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: gradient * self.gradient_factor
+            )
+        return local
 
 
 class Mlp(nn.Module):

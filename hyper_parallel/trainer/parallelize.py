@@ -90,13 +90,8 @@ def _shard_experts(experts: Experts, meshes: Meshes, policy: OffloadPolicy) -> N
         # Equal weights everywhere, so that each rank can cut out its own part.
         local = distribute_tensor(parameter.detach(), meshes.ep, [Shard(0)], src_data_rank=None)
         experts.register_parameter(name, nn.Parameter(local))
-    sharded = fully_shard(experts, mesh=meshes.efsdp, offload_policy=policy)
-    num_batches, efsdp_size = meshes.fsdp.size(), meshes.efsdp.size()
-    if num_batches != efsdp_size:
-        # An expert sees the rows of every batch, not only of its efsdp peers: FSDP2's average
-        # over efsdp would leave gradients num_batches / efsdp_size too large.
-        sharded.set_gradient_divide_factor(float(num_batches))
-    if num_batches != efsdp_size and efsdp_size > 1:
-        # Only nccl has the premultiplied sum that FSDP2 would use for such a factor. On one rank
-        # there is no sum, and asking for one makes torch 2.13 divide twice.
-        sharded.set_force_sum_reduction_for_comms(True)
+    fully_shard(experts, mesh=meshes.efsdp, offload_policy=policy)
+    # An expert sees the rows of every batch, not only of its efsdp peers: FSDP2's average over
+    # efsdp alone would leave gradients num_batches / efsdp_size too large. Not FSDP2's own divide
+    # factor: gloo cannot take it in torch 2.9, and on one rank torch 2.13 divides by it twice.
+    experts.gradient_factor = meshes.efsdp.size() / meshes.fsdp.size()

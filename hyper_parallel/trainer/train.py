@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel import ClipResult, NormReducer
+from hyper_parallel.platform.torch.clip_result import Copies
 from hyper_parallel.testing import simnpu
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import VOCAB_SIZE, load_corpus
@@ -21,29 +22,7 @@ from hyper_parallel.trainer.launch import say, uses_simulator
 from hyper_parallel.trainer.model import Transformer
 from hyper_parallel.trainer.parallelize import build_meshes, parallelize
 
-__all__ = ["ClipCost", "StepRecord", "Trainer", "train"]
-
-
-@dataclass(frozen=True)
-class ClipCost:
-    """What one clip cost this rank."""
-
-    h2d: int
-    collectives: int
-    d2h: int
-    host_syncs: int
-
-    def __sub__(self, earlier: ClipCost) -> ClipCost:
-        return ClipCost(
-            self.h2d - earlier.h2d,
-            self.collectives - earlier.collectives,
-            self.d2h - earlier.d2h,
-            self.host_syncs - earlier.host_syncs,
-        )
-
-    def __str__(self) -> str:
-        counts = dataclasses.asdict(self).items()
-        return ", ".join(f"{name} {count}" for name, count in counts)
+__all__ = ["StepRecord", "Trainer", "train"]
 
 
 @dataclass(frozen=True)
@@ -55,13 +34,15 @@ class StepRecord:
     grad_norm: float  # before the clip
     clip_coef: float
     tokens_per_s: float  # all ranks together
-    clip_cost: ClipCost
+    clip_cost: Copies
 
     def __str__(self) -> str:
+        counts = dataclasses.asdict(self.clip_cost).items()
+        clip_cost = ", ".join(f"{name} {count}" for name, count in counts)
         return (
             f"loss {self.loss:.4f}  grad norm {self.grad_norm:.4e}  "
             f"clip coef {self.clip_coef:.4f}  {self.tokens_per_s:.0f} tokens/s  "
-            f"clip: {self.clip_cost}"
+            f"clip: {clip_cost}"
         )
 
 
@@ -112,27 +93,27 @@ class Trainer:
 
     def forward_backward(self, step: int) -> Tensor:
         """Leave averaged gradients on the parameters and return the loss of this rank's batch."""
+        loss = next_byte_loss(self.model, self.batch(step))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def batch(self, step: int) -> Tensor:
+        """Draw this rank's sequences, on the device; ranks of one `tp` axis get the same."""
         training = self.config.training
-        sequences = self.corpus.batch(
+        return self.corpus.batch(
             seed=training.seed,
             step=step,
             dp_rank=self.meshes.fsdp.get_local_rank(),
             batch_size=training.batch_size,
             seq_len=training.seq_len,
         ).to(self.device)
-        loss = next_byte_loss(self.model, sequences)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
 
-    def clip(self) -> tuple[ClipResult, ClipCost]:
+    def clip(self) -> tuple[ClipResult, Copies]:
         """Clip by the total norm, and say what that cost."""
         simulated = uses_simulator(self.config)
-        before = _simulator_counts() if simulated else None
+        before = _simulator_counts() if simulated else Copies()
         result = self.reducer.clip_(self.model.parameters(), self.config.training.max_grad_norm)
-        if before is not None:
-            return result, _simulator_counts() - before
-        copies = result.copies
-        return result, ClipCost(copies.h2d, copies.collectives, copies.d2h, copies.host_syncs)
+        return result, _simulator_counts() - before if simulated else result.copies
 
     def _describe(self) -> str:
         config, meshes = self.config, self.meshes
@@ -171,6 +152,6 @@ def _groups_by_mesh(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
     return [{"params": parameters} for parameters in groups.values()]
 
 
-def _simulator_counts() -> ClipCost:
+def _simulator_counts() -> Copies:
     counts = simnpu.counters()
-    return ClipCost(counts["h2d"], counts["collectives"], counts["d2h"], counts["host_syncs"])
+    return Copies(**{item.name: counts[item.name] for item in dataclasses.fields(Copies)})

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hyper_parallel.testing.simnpu import _build, _registration
+from hyper_parallel.testing import simnpu
+from hyper_parallel.testing.simnpu import _build
 
 pytestmark = pytest.mark.simnpu
 
@@ -86,18 +87,28 @@ def test_spawned_process_installs_by_itself() -> None:
     assert python(program) == "True True 2.0"
 
 
-def test_number_of_devices_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYPER_PARALLEL_SIMNPU_DEVICES", "3")
-    assert _registration._resolve_num_devices() == 3
-    monkeypatch.delenv("HYPER_PARALLEL_SIMNPU_DEVICES")
-    assert _registration._resolve_num_devices() == 8
+def test_number_of_devices_is_the_first_callers_and_later_ones_may_need_fewer() -> None:
+    program = """
+        import torch
+        from hyper_parallel.testing import simnpu
+        simnpu.install(num_devices=3)
+        print(simnpu.install(), simnpu.install(num_devices=2), torch.npu.device_count())
+        try:
+            simnpu.install(num_devices=4)
+        except RuntimeError as error:
+            print(error)
+    """
+    assert python(program).splitlines() == [
+        "True True 3",
+        "4 simulated NPUs are needed and this process has 3 already: "
+        "pass num_devices to the first call of simnpu.install()",
+    ]
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "many", "128", ""])
-def test_impossible_number_of_devices_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYPER_PARALLEL_SIMNPU_DEVICES", text)
-    with pytest.raises(ValueError, match=f"from 1 to 127, got '{text}'"):
-        _registration._resolve_num_devices()
+@pytest.mark.parametrize("number", [0, -1, 128])
+def test_impossible_number_of_devices_is_named(number: int) -> None:
+    with pytest.raises(ValueError, match=f"num_devices must be from 1 to 127, got {number}"):
+        simnpu.install(num_devices=number)
 
 
 def test_build_dir_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

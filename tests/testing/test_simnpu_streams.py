@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hyper_parallel.testing import simnpu
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.simnpu
 
@@ -176,39 +177,63 @@ def test_copy_that_is_still_queued_keeps_its_memory_alive() -> None:
     assert device.tolist() == [3.0] * 64
 
 
-def test_latency_enqueue_returns_before_the_copy_is_done() -> None:
-    simnpu.configure(copy_us=300_000)
+def test_latency_is_simulated_time_between_events() -> None:
+    simnpu.configure(copy_us=1000)
     host = torch.zeros(3, pin_memory=True)
     start, end = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
     start.record()
     host.copy_(torch.ones(3, device="npu"), non_blocking=True)
     end.record()
-    assert not end.query()
-    assert host.tolist() == [0.0] * 3
     end.synchronize()
     assert end.query()
     assert host.tolist() == [1.0] * 3
-    assert start.elapsed_time(end) >= 299
+    assert start.elapsed_time(end) >= 0.999
+
+
+def in_a_process_that_never_synchronises(fn: Callable[[int], bool]) -> bool:
+    """Run `fn` where a copy takes an hour, so that no pause of the host outlasts it."""
+
+    def configure_and_run(rank: int) -> bool:
+        simnpu.configure(copy_us=3600e6)
+        return fn(rank)
+
+    (answer,) = run_ranks(configure_and_run, 1, backend="none")
+    return answer
+
+
+def test_latency_enqueue_returns_before_the_copy_is_done() -> None:
+    def is_done(rank: int) -> bool:
+        host = torch.zeros(3, pin_memory=True)
+        end = torch.npu.Event()
+        host.copy_(torch.ones(3, device="npu"), non_blocking=True)
+        end.record()
+        return end.query() or host.tolist() != [0.0] * 3
+
+    assert not in_a_process_that_never_synchronises(is_done)
 
 
 def test_latency_does_not_stop_the_host_at_a_kernel() -> None:
-    simnpu.configure(copy_us=300_000)
-    device = torch.zeros(3, device="npu")
-    end = torch.npu.Event()
-    device.copy_(torch.ones(3, pin_memory=True), non_blocking=True)
-    device.mul_(2)
-    end.record()
-    assert not end.query()
+    def is_done(rank: int) -> bool:
+        device = torch.zeros(3, device="npu")
+        end = torch.npu.Event()
+        device.copy_(torch.ones(3, pin_memory=True), non_blocking=True)
+        device.mul_(2)
+        end.record()
+        return end.query()
+
+    assert not in_a_process_that_never_synchronises(is_done)
 
 
 def test_latency_is_inherited_by_a_stream_that_waits() -> None:
-    simnpu.configure(copy_us=300_000)
-    device = torch.zeros(3, device="npu")
-    device.copy_(torch.ones(3, pin_memory=True), non_blocking=True)
-    side = torch.npu.Stream()
-    assert side.query()
-    side.wait_stream(torch.npu.current_stream())
-    assert not side.query()
+    def is_done(rank: int) -> bool:
+        device = torch.zeros(3, device="npu")
+        device.copy_(torch.ones(3, pin_memory=True), non_blocking=True)
+        side = torch.npu.Stream()
+        assert side.query()
+        side.wait_stream(torch.npu.current_stream())
+        return side.query()
+
+    assert not in_a_process_that_never_synchronises(is_done)
 
 
 def test_latency_grows_with_size() -> None:

@@ -1,5 +1,6 @@
 """The commands that people type, in processes of their own."""
 
+import contextlib
 import json
 import os
 import re
@@ -68,8 +69,20 @@ fsdp_config: {dp_shard_size: 2, enable_offload: true}
             ["training.stepz", "training.lr", "accelerator.ep_size"],
         ),
         ("data: {max_bytes: 5}", ["data.max_bytes"]),
+        ("data: {path: /proc/self/mem}", ["data.path"]),
+        ("fsdp_config: {dp_shard_size: 128}", ["fsdp_config.dp_shard_size"]),
+        (
+            "training: {backend: gloo}\nfsdp_config: {dp_shard_size: 100000}",
+            ["fsdp_config.dp_shard_size"],
+        ),
     ],
-    ids=["unknown-mistyped-contradictory", "too-little-text"],
+    ids=[
+        "unknown-mistyped-contradictory",
+        "too-little-text",
+        "unreadable-text",
+        "too-many-simulated-ranks",
+        "too-many-gloo-ranks",
+    ],
 )
 def test_config_error_names_the_keys_and_starts_no_rank(tmp_path, text, keys):
     done = run("hyper_parallel.trainer", write_config(tmp_path, text))
@@ -79,27 +92,57 @@ def test_config_error_names_the_keys_and_starts_no_rank(tmp_path, text, keys):
     assert "starting" not in done.stdout
 
 
-def test_sigterm_ends_the_ranks_too(tmp_path):
+def handle_signals_as_in_a_terminal():
+    """Undo what nohup and `&` do to a child of the pytest process."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all", "exit_code", "message"),
+    [
+        (signal.SIGINT, True, 130, "stopped by SIGINT\n"),  # Ctrl-C
+        (signal.SIGTERM, False, 143, "stopped by SIGTERM\n"),
+        (signal.SIGTERM, True, 143, "stopped by SIGTERM\n"),  # timeout
+        (signal.SIGHUP, False, 129, "stopped by SIGHUP\n"),
+        (signal.SIGHUP, True, 129, "stopped by SIGHUP\n"),  # a closed terminal
+        (signal.SIGKILL, False, -9, ""),
+    ],
+    ids=["int-all", "term", "term-all", "hup", "hup-all", "kill"],
+)
+def test_signal_ends_the_ranks_too(tmp_path, number, to_all, exit_code, message):
     text = "training: {steps: 1000000, backend: gloo}\nfsdp_config: {dp_shard_size: 2}\n"
     process = subprocess.Popen(
         [sys.executable, "-m", "hyper_parallel.trainer", write_config(tmp_path, text)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=handle_signals_as_in_a_terminal,
     )
     try:
         while "step" not in process.stdout.readline():
             assert process.poll() is None
-        process.terminate()
-        assert process.wait(timeout=20) == 128 + signal.SIGTERM
-        with pytest.raises(ProcessLookupError):
-            os.killpg(process.pid, 0)  # nobody of its process group is left
+        (os.killpg if to_all else os.kill)(process.pid, number)
+        # Both pipes end when the last process that holds them does: the ranks as well.
+        _, errors = process.communicate(timeout=20)
+        assert (process.returncode, errors) == (exit_code, message)
     finally:
-        process.stdout.close()
-        if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.communicate()
+
+
+def test_ignored_hangup_stays_ignored_as_nohup_wants():
+    program = """
+import os, signal
+from hyper_parallel.trainer.command_line import run_command
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+print(run_command(lambda: os.kill(os.getpid(), signal.SIGHUP) or 7))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "7\n", done.stderr
 
 
 @pytest.mark.simnpu

@@ -1,8 +1,11 @@
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from hyper_parallel.trainer.config import Config, ConfigError, load_config, parse_config
+from hyper_parallel.trainer.yaml_file import read_yaml
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -60,11 +63,16 @@ def test_unknown_keys_are_named_with_the_closest_known_one():
         ("training", "max_grad_norm", 0),
         ("training", "backend", "mpi"),
         ("training", "seed", -1),
+        ("training", "seed", 2**64),
+        ("training", "steps", 2**70),
+        ("training", "lr", 10**400),
+        pytest.param("training", "lr", 16**5000, id="lr-too-long-to-print"),
         ("accelerator", "ep_size", None),
         ("fsdp_config", "enable_offload", 1),
         ("fsdp_config", "enable_offload", "yes please"),
         ("data", "path", 3),
         ("data", "path", "/no/such/file"),
+        ("data", "path", ""),
     ],
 )
 def test_value_of_wrong_type_or_range_names_its_key(section, key, value):
@@ -119,13 +127,53 @@ def test_key_given_twice_is_refused(tmp_path):
         load_config(path)
 
 
+def test_biggest_seed_is_one_that_torch_takes():
+    seed = parse_config({"training": {"seed": 2**64 - 1}}).training.seed
+    torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize(
+    ("merging", "expected"),
+    [
+        ("{<<: *long, steps: 7}", (7, 3)),
+        ("{steps: 7, <<: *long}", (7, 3)),
+        ("{<<: [*short, *long]}", (2, 3)),
+        ("{<<: *nested}", (5, 9)),
+    ],
+    ids=["before", "after", "several", "of-a-merged-one"],
+)
+def test_merge_keys_give_what_is_not_given_itself(tmp_path, merging, expected):
+    path = tmp_path / "merge.yaml"
+    anchors = "[&long {steps: 5, seed: 3}, &short {steps: 2}, &nested {<<: *long, seed: 9}]"
+    path.write_text(f"anchors: {anchors}\ntraining: {merging}\n")
+    document = read_yaml(path)
+    training = parse_config({"training": document["training"]}).training
+    assert (training.steps, training.seed) == expected
+
+
+def test_key_given_twice_beside_a_merge_is_refused(tmp_path):
+    path = tmp_path / "merge.yaml"
+    path.write_text("model: &small {dim: 16}\ntraining: {<<: *small, lr: 1, seed: 1, lr: 2}\n")
+    with pytest.raises(ConfigError, match=r"(?s)lr: given twice.*line 2"):
+        load_config(path)
+
+
+def test_missing_pyyaml_names_the_extra_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)  # importing it fails
+    monkeypatch.delitem(sys.modules, "hyper_parallel.trainer.yaml_file")
+    with pytest.raises(ConfigError, match=r"pip install 'hyper-parallel\[trainer\]'"):
+        load_config(CONFIGS[0])
+
+
 def test_exponent_without_point_is_a_number_though_yaml_reads_text(tmp_path):
     path = tmp_path / "exponent.yaml"
     path.write_text("training: {lr: 1e-3}\n")
     assert load_config(path).training.lr == 1e-3
 
 
-@pytest.mark.parametrize("text", ["training: [", "\xff", "just words"])
+@pytest.mark.parametrize(
+    "text", ["training: [", "\xff", "just words", "seed: 2026-99-99", "[" * 5000]
+)
 def test_file_that_is_no_config_is_named(tmp_path, text):
     path = tmp_path / "broken.yaml"
     path.write_bytes(text.encode("latin-1"))

@@ -1,9 +1,12 @@
+from pathlib import Path
+
 import pytest
 import torch
 
 from hyper_parallel.trainer.config import ConfigError, DataConfig
 from hyper_parallel.trainer.data import VOCAB_SIZE, load_corpus
 
+UNREADABLE = "/proc/self/mem"  # for root as well: nothing is mapped at 0
 SHAPE = {"batch_size": 3, "seq_len": 16}
 
 
@@ -59,3 +62,16 @@ def test_too_little_text_names_the_key_and_what_was_found(tmp_path):
     path.write_text("abc")
     with pytest.raises(ConfigError, match=r"data\.path.*needs 5 bytes.*found 3"):
         load_corpus(DataConfig(path=str(path)), seq_len=4)
+
+
+@pytest.mark.skipif(not Path(UNREADABLE).exists(), reason="needs a file that cannot be read")
+@pytest.mark.parametrize("in_folder", [False, True], ids=["file", "folder"])
+def test_text_that_cannot_be_read_names_the_key_and_the_file(tmp_path, in_folder):
+    path = UNREADABLE
+    if in_folder:
+        (tmp_path / "a.txt").write_text("abc")
+        (tmp_path / "b.txt").symlink_to(UNREADABLE)
+        path = tmp_path / "b.txt"
+    config = DataConfig(path=str(tmp_path if in_folder else path))
+    with pytest.raises(ConfigError, match=rf"data\.path: .* cannot be read: .*{path}"):
+        load_corpus(config, seq_len=4)

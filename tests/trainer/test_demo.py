@@ -3,10 +3,11 @@ import math
 
 import pytest
 
+from hyper_parallel.platform.torch.clip_result import Copies
 from hyper_parallel.trainer.demo import OffloadedRun, build_report, find_difference
-from hyper_parallel.trainer.train import ClipCost, StepRecord
+from hyper_parallel.trainer.train import StepRecord
 
-ONE_EACH = ClipCost(h2d=1, collectives=1, d2h=1, host_syncs=1)
+ONE_EACH = Copies(h2d=1, collectives=1, d2h=1, host_syncs=1)
 
 
 def records(num_steps: int) -> list[StepRecord]:
@@ -27,7 +28,7 @@ def all_ranks(num_steps: int) -> list[list[StepRecord]]:
     return [records(num_steps), records(num_steps)]
 
 
-def change_rank_1_step_2(runs: list[list[StepRecord]], **changes: float | ClipCost) -> None:
+def change_rank_1_step_2(runs: list[list[StepRecord]], **changes: float | Copies) -> None:
     runs[1][1] = dataclasses.replace(runs[1][1], **changes)
 
 

@@ -6,8 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.trainer import launch as launch_module
 from hyper_parallel.trainer.config import Config, ConfigError, parse_config
-from hyper_parallel.trainer.launch import RankFailedError, _Ranks, launch, validate_machine
+from hyper_parallel.trainer.launch import (
+    RankFailedError,
+    _end_with_parent,
+    _Ranks,
+    launch,
+    validate_machine,
+)
 
 
 def gloo_config(num_ranks: int) -> Config:
@@ -58,6 +65,50 @@ def test_failure_of_one_rank_ends_all_with_its_message():
 def test_rank_that_is_killed_ends_all_with_its_exit_code():
     with pytest.raises(RankFailedError, match=r"(?s)rank 1.*without a word, exit code -9"):
         launch(die_on_rank_1, gloo_config(3))
+    assert multiprocessing.active_children() == []
+
+
+def test_rank_whose_parent_is_gone_already_ends():
+    gone = 1 if os.getpid() != 1 else 2  # not the parent of what this process starts
+    process = multiprocessing.get_context("fork").Process(target=_end_with_parent, args=(gone,))
+    process.start()
+    process.join(10)
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("backend", ["gloo", "hccl"])
+def test_more_ranks_than_one_machine_runs_are_refused(monkeypatch, backend):
+    monkeypatch.setattr(launch_module, "_available_bytes", lambda: 2**50)
+    ranks = {"dp_shard_size": 128}
+    config = parse_config({"training": {"backend": backend}, "fsdp_config": ranks})
+    message = r"fsdp_config\.dp_shard_size / .*tp_size: 128 x 1 ranks, but at most 127 run here"
+    with pytest.raises(ConfigError, match=message):
+        validate_machine(config)
+    validate_machine(gloo_config(127))
+
+
+def test_more_ranks_than_memory_holds_are_refused(monkeypatch):
+    monkeypatch.setattr(launch_module, "_available_bytes", lambda: 450 * 2**20)
+    with pytest.raises(ConfigError, match=r"dp_shard_size .*at most 4 run here: 450 MiB are free"):
+        validate_machine(gloo_config(5))
+    validate_machine(gloo_config(4))
+
+
+def test_memory_of_this_machine_is_found():
+    assert launch_module._available_bytes() > 2**20
+
+
+def test_rank_that_the_machine_refuses_names_the_keys_and_ends_the_others(monkeypatch):
+    start = _Ranks.start
+
+    def start_two(self, rank, *arguments):
+        if rank == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        start(self, rank, *arguments)
+
+    monkeypatch.setattr(_Ranks, "start", start_two)
+    with pytest.raises(ConfigError, match=r"dp_shard_size .*4 ranks, but after 2 .*unavailable"):
+        launch(sum_of_ranks, gloo_config(4))
     assert multiprocessing.active_children() == []
 
 

@@ -1,16 +1,16 @@
 """The parallel model against the plain one: same gradients, same norm."""
 
-import dataclasses
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from hyper_parallel.platform.torch.clip_result import Copies
 from hyper_parallel.trainer.config import Config, parse_config
 from hyper_parallel.trainer.data import VOCAB_SIZE
 from hyper_parallel.trainer.model import Transformer
-from hyper_parallel.trainer.train import ClipCost, Trainer, next_byte_loss
+from hyper_parallel.trainer.train import Trainer, next_byte_loss
 from tests.ranks import run_ranks
 
 
@@ -28,8 +28,8 @@ def small_config(*, dp: int, tp: int, ep: int, backend: str, offload: bool) -> C
 class Comparison(NamedTuple):
     total_norm: float
     reference_norm: float
-    counted: ClipCost  # by the simulator, where there is one
-    reported: ClipCost  # by the reducer
+    counted: Copies  # by the simulator, where there is one
+    reported: Copies  # by the reducer
     errors: dict[str, float]  # by parameter, relative to the norm of its reference gradient
 
 
@@ -42,9 +42,10 @@ def compare_with_one_process(rank: int, config: Config) -> Comparison:
         error = full_gradient(parameter, config.device_type) - reference[name]
         errors[name] = (error.norm() / reference[name].norm()).item()
     result, counted = trainer.clip()
-    reported = ClipCost(**dataclasses.asdict(result.copies))
     squares = sum(gradient.double().square().sum() for gradient in reference.values())
-    return Comparison(result.total_norm.item(), squares.sqrt().item(), counted, reported, errors)
+    return Comparison(
+        result.total_norm.item(), squares.sqrt().item(), counted, result.copies, errors
+    )
 
 
 def reference_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -85,10 +86,11 @@ LAYOUTS = [
     pytest.param(2, 1, 2, id="dp2-ep2"),
     pytest.param(8, 1, 4, id="dp8-ep4-efsdp2"),
     pytest.param(2, 2, 2, id="dp2-tp2-ep2-efsdp2"),
+    pytest.param(1, 2, 1, id="dp1-tp2-efsdp2"),
 ]
 
 
-def assert_matches(comparisons: list[Comparison], cost: ClipCost) -> None:
+def assert_matches(comparisons: list[Comparison], cost: Copies) -> None:
     assert len({comparison.total_norm for comparison in comparisons}) == 1, "ranks differ"
     for comparison in comparisons:
         assert comparison.counted == comparison.reported == cost
@@ -102,10 +104,32 @@ def assert_matches(comparisons: list[Comparison], cost: ClipCost) -> None:
 def test_offloaded_gradients_and_norm_equal_one_process(dp, tp, ep):
     config = small_config(dp=dp, tp=tp, ep=ep, backend="hccl", offload=True)
     comparisons = run_ranks(compare_with_one_process, dp * tp, config, backend="hccl")
-    assert_matches(comparisons, ClipCost(h2d=1, collectives=1, d2h=1, host_syncs=1))
+    assert_matches(comparisons, Copies(h2d=1, collectives=1, d2h=1, host_syncs=1))
 
 
-def test_gradients_and_norm_on_gloo_equal_one_process():
-    config = small_config(dp=2, tp=2, ep=4, backend="gloo", offload=False)
-    comparisons = run_ranks(compare_with_one_process, 4, config, backend="gloo")
-    assert_matches(comparisons, ClipCost(h2d=0, collectives=1, d2h=0, host_syncs=0))
+@pytest.mark.parametrize(
+    ("dp", "tp", "ep"),
+    [
+        pytest.param(2, 2, 4, id="dp2-tp2-ep4-efsdp1"),
+        pytest.param(4, 1, 2, id="dp4-ep2-efsdp2"),
+        pytest.param(3, 1, 1, id="dp3-efsdp3"),
+    ],
+)
+def test_gradients_and_norm_on_gloo_equal_one_process(dp, tp, ep):
+    config = small_config(dp=dp, tp=tp, ep=ep, backend="gloo", offload=False)
+    comparisons = run_ranks(compare_with_one_process, dp * tp, config, backend="gloo")
+    assert_matches(comparisons, Copies(h2d=0, collectives=1, d2h=0, host_syncs=0))
+
+
+def test_experts_evaluate_without_gradients():
+    config = small_config(dp=2, tp=1, ep=2, backend="gloo", offload=False)
+    losses = run_ranks(loss_with_and_without_gradients, 2, config, backend="gloo")
+    assert all(with_gradients == without for with_gradients, without in losses)
+
+
+def loss_with_and_without_gradients(rank: int, config: Config) -> tuple[float, float]:
+    trainer = Trainer(config)
+    with_gradients = trainer.forward_backward(1)
+    with torch.no_grad():
+        without = next_byte_loss(trainer.model, trainer.batch(1))
+    return with_gradients.item(), without.item()

@@ -2,7 +2,7 @@
 
 from .clip_grad import NormReducer, clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from .clip_result import ClipResult
-from .exchange import reduction_group
+from .reduction_groups import reduction_group
 
 __all__ = [
     "ClipResult",

@@ -9,37 +9,37 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from .clip_request import NOTHING_ASKED, ClipRequest
 from .clip_result import ClipResult, Copies, NonfiniteGradient, Stopwatch
-from .exchange import resolve_group
-from .failure import LocalFailure, raise_mismatch, raise_nonfinite, raise_together
-from .finish import clip_coefficient, round_norm, sum_totals
-from .grad_shards import ParameterList, collect_grad_shards, rank_sets_of
+from .failure import (
+    LocalFailure,
+    raise_if_any_overflows,
+    raise_mismatch,
+    raise_nonfinite,
+    raise_together,
+)
+from .finish import clip_coefficient, may_overflow, round_norm, sum_totals
+from .grad_shards import GradShard, ParameterList, collect_grad_shards, rank_sets_of
+from .lanes import UNSHARDED, RankSet
 from .norm_reducer import Contribution, ReducedLanes, extend_layout, reduce_lanes
 from .partial_norms import measure, scale_
-from .wire_format import Votes, WireFormat
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    import torch.distributed as dist
-
-    from .exchange import ReductionGroup
-    from .grad_shards import GradShard
-    from .lanes import RankSet
-    from .wire_format import PartialNorm
-
-    Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
+from .reduction_groups import ReductionGroup, resolve_group
+from .torch_private import not_compiled
+from .wire_format import PartialNorm, Votes, WireFormat
 
 __all__ = ["NormReducer", "clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
 
+Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
+
+@not_compiled
 def clip_grad_norm_(
     parameters: Parameters,
     max_norm: float,
@@ -73,8 +73,9 @@ def clip_grad_norm_(
 
     Returns:
         The total norm before clipping: 0-dim, float32 (float64 if any gradient in the group is),
-        never a DTensor, correctly rounded for p = 2, 1, inf. On the CPU if all of this rank's
-        gradients are, else on their device. The norm of nothing is 0 (for -inf: inf).
+        never a DTensor; on the CPU if all of this rank's gradients are, else on their device.
+        Within 0.5 + 2^-20 ulp of the true norm for p = 2, 1 and inf, if it is float32 and devices
+        that hold gradients have float64. The norm of nothing is 0 (for -inf: inf).
 
     Ranks: all of `group`, if any of the parameters is a DTensor or `group` is given; else none is
     asked, as in torch. If a filter may leave a rank without any DTensor, use `NormReducer(model)`.
@@ -87,13 +88,13 @@ def clip_grad_norm_(
         RuntimeError: If the norm is not finite and error_if_nonfinite, or the reduction fails.
             All on every rank alike, naming ranks and parameters, with no gradient changed.
     """
-    listed = ParameterList(parameters)
-    request = functools.partial(
+    asked = functools.partial(
         ClipRequest.validated, max_norm, norm_type, error_if_nonfinite, reproducible=reproducible
     )
-    return _clip(_group_for(listed, group), lambda: listed, request, foreach=foreach).total_norm
+    return _clip_listed(functools.partial(ParameterList, parameters), group, asked, foreach)
 
 
+@not_compiled
 def get_total_norm(
     tensors: torch.Tensor | Iterable[torch.Tensor],
     norm_type: float = 2.0,
@@ -103,30 +104,19 @@ def get_total_norm(
     group: dist.ProcessGroup | None = None,
     reproducible: bool = False,
 ) -> torch.Tensor:
-    """Return the norm of all tensors taken as one vector, as `clip_grad_norm_` would.
+    """Return the norm of all tensors taken as one vector.
 
-    Args:
-        tensors: Gradients, not parameters.
-        norm_type: See `clip_grad_norm_`, as for all that follow.
-        error_if_nonfinite: See there.
-        foreach: See there.
-        group: See there.
-        reproducible: See there.
-
-    Ranks: all of `group`, if any of the tensors is a DTensor or `group` is given.
-
-    Raises:
-        ValueError: See `clip_grad_norm_`, as for the others.
-        TypeError: See there.
-        RuntimeError: See there.
+    As `clip_grad_norm_` does, whose arguments, ranks and errors are the same, but for gradients
+    instead of parameters, and without changing them.
     """
-    listed = ParameterList(tensors, are_gradients=True)
-    request = functools.partial(
+    asked = functools.partial(
         ClipRequest.validated, math.inf, norm_type, error_if_nonfinite, reproducible=reproducible
     )
-    return _clip(_group_for(listed, group), lambda: listed, request, foreach=foreach).total_norm
+    listing = functools.partial(ParameterList, tensors, are_gradients=True)
+    return _clip_listed(listing, group, asked, foreach)
 
 
+@not_compiled
 @torch.no_grad()
 def clip_grads_with_norm_(
     parameters: Parameters,
@@ -179,6 +169,7 @@ class NormReducer:
         RuntimeError: If a rank does not come before the group's timeout; names it.
     """
 
+    @not_compiled
     def __init__(
         self,
         model: torch.nn.Module | None = None,
@@ -195,6 +186,7 @@ class NormReducer:
             if self._group is not None:
                 extend_layout(self._group, rank_sets_of(listed))
 
+    @not_compiled
     def clip_(
         self,
         parameters: Parameters,
@@ -208,7 +200,7 @@ class NormReducer:
 
         Ranks: all of the group.
         """
-        request = functools.partial(
+        asked = functools.partial(
             ClipRequest.validated,
             max_norm,
             norm_type,
@@ -216,13 +208,22 @@ class NormReducer:
             reproducible=self._reproducible,
         )
         return _clip(
-            self._group, lambda: ParameterList(parameters, self._names), request, foreach=foreach
+            self._group, lambda: ParameterList(parameters, self._names), asked, foreach=foreach
         )
 
 
-def _group_for(listed: ParameterList, group: dist.ProcessGroup | None) -> ReductionGroup | None:
-    """Return the group to reduce over; a list without any DTensor is local, as in torch."""
-    return resolve_group(group) if group is not None or listed.has_dtensor() else None
+def _clip_listed(
+    list_parameters: Callable[[], ParameterList],
+    group: dist.ProcessGroup | None,
+    asked: Callable[[], ClipRequest],
+    foreach: bool | None,  # noqa: FBT001
+) -> torch.Tensor:
+    """Clip over `group`, or the default group; a list without any DTensor is local, as in torch."""
+    if group is not None:
+        return _clip(resolve_group(group), list_parameters, asked, foreach=foreach).total_norm
+    listed = list_parameters()
+    reducing = resolve_group(None) if listed.has_dtensor() else None
+    return _clip(reducing, lambda: listed, asked, foreach=foreach).total_norm
 
 
 @dataclass
@@ -241,24 +242,29 @@ class _Local:
     measured: Sequence[tuple[GradShard, PartialNorm]] = ()
     fetched: Copies = field(default_factory=Copies)
 
-    @property
+    @functools.cached_property
     def whole(self) -> list[GradShard]:
         """Shards that are not Partial."""
         return [shard for shard in self.shards if shard.pending is None]
 
-    @property
+    @functools.cached_property
     def pending(self) -> list[GradShard]:
         """Shards that are."""
         return [shard for shard in self.shards if shard.pending is not None]
 
-    @property
+    @functools.cached_property
     def nonfinite(self) -> tuple[NonfiniteGradient, ...]:
-        """Measured shards that make the norm NaN or infinite."""
+        """Shards that make the norm NaN or infinite. Partial ones are looked at here and now."""
+        addends: list[PartialNorm] = []
+        with LocalFailure():  # only names are at stake, for which other ranks may be waiting
+            tensors = [shard.local for shard in self.pending]
+            addends, fetched = measure(tensors, self.request.norm_type)
+            self.fetched += fetched
         return tuple(
             NonfiniteGradient(
                 self.listed.describe(shard.position), partial.num_nan, partial.num_inf
             )
-            for shard, partial in self.measured
+            for shard, partial in [*self.measured, *zip(self.pending, addends, strict=False)]
             if partial.is_nonfinite
         )
 
@@ -267,7 +273,7 @@ class _Local:
 def _clip(
     group: ReductionGroup | None,
     list_parameters: Callable[[], ParameterList],
-    make_request: Callable[[], ClipRequest],
+    asked: Callable[[], ClipRequest],
     *,
     foreach: bool | None,
 ) -> ClipResult:
@@ -278,7 +284,7 @@ def _clip(
 
     with LocalFailure() as failure:
         # 1. Collect: parameters to gradient shards with their rank sets.
-        request = local.request = make_request()
+        request = local.request = asked()
         local.listed = list_parameters()
         local.shards = collect_grad_shards(local.listed, writable=request.changes_gradients)
         _validate_reach(group, local.shards)
@@ -298,14 +304,14 @@ def _clip(
     request = local.request
     wire = WireFormat(group.size if group else 1, request.norm_type)
     by_rank_set = _combine_by_rank_set(local, wire)
-    unsharded = by_rank_set.pop((), None)
-    votes = _vote(local, failure)
+    unsharded = by_rank_set.pop(UNSHARDED, None)
+    votes = _vote(local, wire)
 
     # 4. Move and reduce: one copy up, one all-reduce, one copy down.
     reduced = ReducedLanes(votes, totals={})
     if group is not None:
         contribution = Contribution(
-            by_rank_set, votes, local.pending, reproducible=request.reproducible
+            by_rank_set, votes, failure, local.pending, reproducible=request.reproducible
         )
         reduced = reduce_lanes(group, contribution, wire, request.stamp)
     agreed = _settle(group, reduced.votes, local, failure)
@@ -314,12 +320,12 @@ def _clip(
     # 5. Finish: own lanes and unsharded gradients to the norm, rounded once.
     totals = dict(reduced.totals)
     if unsharded is not None:
-        totals[()] = wire.to_total(unsharded)
+        totals[UNSHARDED] = wire.to_total(unsharded)
     dtype = torch.float64 if agreed.float64_gradient else torch.float32
     norm_of = functools.partial(round_norm, norm_type=request.norm_type, dtype=dtype)
     total_norm = norm_of(sum_totals(totals.values(), request.norm_type))
-    if request.error_if_nonfinite and total_norm.isinf() and totals:
-        raise_nonfinite(None, request.norm_type, local.nonfinite)  # finite gradients, infinite norm
+    if request.error_if_nonfinite and agreed.huge:
+        raise_if_any_overflows(group, total_norm, request.norm_type)
     coef = clip_coefficient(total_norm, request.max_norm)
     stopwatch.lap("finish")
 
@@ -328,15 +334,13 @@ def _clip(
         scale_([shard.local for shard in local.shards], float(coef), foreach=foreach is not False)
     stopwatch.lap("scale")
 
-    device = _result_device(local.shards)
-    moved = Copies() if device.type == "cpu" else Copies(h2d=1, host_syncs=1)
     return ClipResult(
-        total_norm=total_norm.to(device),
+        total_norm=_on_the_gradients_device(total_norm, local.shards),
         clip_coef=coef,
         local_norm=norm_of(wire.to_total(wire.combine(partial for _, partial in local.measured))),
         norms_by_rank_set={rank_set: norm_of(total) for rank_set, total in totals.items()},
-        nonfinite=local.nonfinite,
-        copies=local.fetched + moved + (group.copies - cost_before if group else Copies()),
+        nonfinite=local.nonfinite if agreed.nonfinite else (),
+        copies=local.fetched + (group.copies - cost_before if group else Copies()),
         timings=stopwatch.laps,
     )
 
@@ -356,17 +360,18 @@ def _combine_by_rank_set(local: _Local, wire: WireFormat) -> dict[RankSet, Parti
     grouped: dict[RankSet, list[PartialNorm]] = {}
     for shard, partial in local.measured:
         grouped.setdefault(shard.rank_set, []).append(partial)
-    for shard in local.pending:
+    for shard in local.shards:
         if shard.pending is not None:
             grouped.setdefault(shard.rank_set, [])
             grouped.setdefault(shard.pending.ranks, [])
     return {rank_set: wire.combine(members) for rank_set, members in grouped.items()}
 
 
-def _vote(local: _Local, failure: LocalFailure) -> Votes:
+def _vote(local: _Local, wire: WireFormat) -> Votes:
     wide = (torch.float64, torch.complex128)
+    total = wire.to_total(wire.combine(partial for _, partial in local.measured))
     return Votes(
-        error=failure.error is not None,
+        huge=may_overflow(total, wire.norm_type, wire.group_size),
         nonfinite=any(partial.is_nonfinite for _, partial in local.measured),
         float64_gradient=any(shard.local.dtype in wide for shard in local.shards),
         partial_gradient=bool(local.pending),
@@ -382,14 +387,18 @@ def _settle(
     """
     if votes is None and group is not None:
         raise_mismatch(group, str(local.request), failure.error)
-    if votes is None or votes.error:
+    if votes is None or votes.error or (group is None and failure.error):
         raise_together(group, failure.error)
     if votes.nonfinite and local.request.error_if_nonfinite:
         raise_nonfinite(group, local.request.norm_type, local.nonfinite)
     return votes
 
 
-def _result_device(shards: Sequence[GradShard]) -> torch.device:
-    """Return the CPU if all of this rank's gradients are there, else their accelerator."""
+def _on_the_gradients_device(norm: torch.Tensor, shards: Sequence[GradShard]) -> torch.Tensor:
+    """Return the norm on the CPU if all of this rank's gradients are there, else with the others.
+
+    Sync: none; the value goes along as an argument of the fill.
+    """
     devices = (shard.local.device for shard in shards)
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    device = next((device for device in devices if device.type != "cpu"), norm.device)
+    return torch.full((), norm.item(), dtype=norm.dtype, device=device)

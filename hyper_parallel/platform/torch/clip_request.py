@@ -61,7 +61,8 @@ class ClipRequest:
                 f"expected norm_type 2 with reproducible=True, got {norm_type}: only squares are "
                 "summed exactly; pass reproducible=False"
             )
-        return cls(max_norm, norm_type, bool(error_if_nonfinite), bool(reproducible))
+        # + 0.0 turns -0.0 into 0.0, which the stamp would tell apart.
+        return cls(max_norm + 0.0, norm_type + 0.0, bool(error_if_nonfinite), bool(reproducible))
 
     def validate_dtypes(self, dtypes: Iterable[torch.dtype]) -> None:
         """Check that gradients of these dtypes can be measured as asked.

@@ -57,6 +57,7 @@ class ClipResult:
         clip_coef: 0-dim on the CPU, same dtype: what the gradients were multiplied by.
         local_norm: 0-dim on the CPU, same dtype: the norm of this rank's own shards.
         norms_by_rank_set: The norm over each rank set that contains this rank, 0-dim on the CPU.
+            Under `()` that of the gradients that this rank holds whole, if there are any.
         nonfinite: This rank's gradients with NaN or infinite elements.
         copies: What this clip cost, exchanges at a group's first included.
         timings: Seconds of host time per step: collect, measure, reduce, finish, scale.

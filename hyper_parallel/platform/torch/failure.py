@@ -16,18 +16,26 @@ from .lanes import describe_ranks
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from .clip_result import NonfiniteGradient
-    from .exchange import ReductionGroup
+    import torch
 
-__all__ = ["LocalFailure", "raise_mismatch", "raise_nonfinite", "raise_together"]
+    from .clip_result import NonfiniteGradient
+    from .reduction_groups import ReductionGroup
+
+__all__ = [
+    "LocalFailure",
+    "join_some",
+    "raise_if_any_overflows",
+    "raise_mismatch",
+    "raise_nonfinite",
+    "raise_together",
+]
 
 _TYPES: dict[str, type[Exception]] = {
     "ValueError": ValueError,
     "TypeError": TypeError,
     "RuntimeError": RuntimeError,
 }
-_MOST_RANKS = 8
-_MOST_NAMES = 8
+_MOST_PARTS = 8
 _LONGEST_MESSAGE = 2000
 
 
@@ -53,6 +61,12 @@ class LocalFailure(contextlib.AbstractContextManager["LocalFailure"]):
         return False
 
 
+def join_some(parts: list[str]) -> str:
+    """Join the first few parts of a message and say how many more there are."""
+    more = len(parts) - _MOST_PARTS
+    return "; ".join(parts[:_MOST_PARTS]) + (f"; and {more} more" if more > 0 else "")
+
+
 def raise_together(group: ReductionGroup | None, error: Exception | None) -> NoReturn:
     """Raise one error on all ranks that names the ranks that failed and how.
 
@@ -65,7 +79,7 @@ def raise_together(group: ReductionGroup | None, error: Exception | None) -> NoR
         assert error is not None  # noqa: S101
         raise error
     accounts = _accounts(group, _summary(error))
-    text = _join([f"rank {rank}: {account}" for rank, account in accounts])
+    text = join_some([f"rank {rank}: {account}" for rank, account in accounts])
     kind = accounts[0][1].split(":", 1)[0]
     raise _TYPES.get(kind, RuntimeError)(
         f"gradient clipping failed; no gradient was changed on any rank. {text}"
@@ -83,7 +97,7 @@ def raise_mismatch(group: ReductionGroup, asked: str, error: Exception | None) -
     by_wish: dict[str, list[int]] = {}
     for rank, wish in _accounts(group, _summary(error) or asked):
         by_wish.setdefault(wish, []).append(rank)
-    wishes = _join([f"rank(s) {describe_ranks(by_wish[wish])}: {wish}" for wish in by_wish])
+    wishes = join_some([f"rank(s) {describe_ranks(by_wish[wish])}: {wish}" for wish in by_wish])
     raise ValueError(
         "all ranks of the group must ask for the same clip; no gradient was changed on any rank. "
         + wishes
@@ -94,15 +108,13 @@ def raise_nonfinite(
     group: ReductionGroup | None, norm_type: float, offenders: tuple[NonfiniteGradient, ...]
 ) -> NoReturn:
     """Raise RuntimeError on all ranks, naming the ranks and parameters that are not finite."""
-    names = _join(
-        [f"{o.name} ({o.num_nan} NaN, {o.num_inf} inf)" for o in offenders[:_MOST_NAMES]],
-        num_more=len(offenders) - _MOST_NAMES,
-    )
+    names = join_some([f"{o.name} ({_kind(o)})" for o in offenders])
     if group is None:
-        text = f"rank {dist.get_rank()}: {names}" if dist.is_initialized() else names
+        text = f"rank {dist.get_rank()}: {names}" if names and dist.is_initialized() else names
     else:
         accounts = _accounts(group, names[:_LONGEST_MESSAGE] or None)
-        text = _join([f"rank {rank}: {account}" for rank, account in accounts])
+        text = join_some([f"rank {rank}: {account}" for rank, account in accounts])
+    text = text or "every addend of a Partial gradient is finite, its sum is not"
     raise RuntimeError(
         f"the total norm of order {norm_type} of the gradients is non-finite, so they cannot be "
         f"clipped; no gradient was changed on any rank. {text}. Set error_if_nonfinite=False to "
@@ -111,15 +123,45 @@ def raise_nonfinite(
 
 
 def _summary(error: Exception | None) -> str | None:
-    return f"{type(error).__name__}: {error}"[:_LONGEST_MESSAGE] if error else None
+    if error is None:
+        return None
+    try:
+        text = str(error)
+    except Exception:  # of the user's own class; the other ranks wait for this account
+        text = "(its message cannot be printed)"
+    return f"{type(error).__name__}: {text}"[:_LONGEST_MESSAGE]
+
+
+def _kind(offender: NonfiniteGradient) -> str:
+    if offender.num_nan or offender.num_inf:
+        return f"{offender.num_nan} NaN, {offender.num_inf} inf"
+    return "finite, but the sum of its elements' powers leaves float64's range"
+
+
+def raise_if_any_overflows(
+    group: ReductionGroup | None, total_norm: torch.Tensor, norm_type: float
+) -> None:
+    """Raise RuntimeError on all ranks if the norm of finite gradients is infinite on any of them.
+
+    Ranks may read different lanes, and have unsharded gradients of their own.
+
+    Args:
+        group: Whose ranks all call, since the header told them to.
+        total_norm: This rank's.
+        norm_type: As it was asked for.
+    """
+    account = f"the norm is beyond {total_norm.dtype}" if total_norm.isinf() else None
+    accounts = _accounts(group, account) if group else [(0, account)] if account else []
+    if accounts:
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of finite gradients is infinite, so they cannot "
+            "be clipped; no gradient was changed on any rank. "
+            + join_some([f"rank {rank}: {text}" for rank, text in accounts])
+            + ". Set error_if_nonfinite=False to scale by it anyway"
+        )
 
 
 def _accounts(group: ReductionGroup, account: Any) -> list[tuple[int, Any]]:
     """Return (global rank, account) of every rank that has one."""
     rows = group.gather_json(account)
     return [(r, row) for r, row in zip(group.ranks, rows, strict=True) if row is not None]
-
-
-def _join(parts: list[str], *, num_more: int = 0) -> str:
-    num_more = max(num_more, 0) + len(parts[_MOST_RANKS:])
-    return "; ".join(parts[:_MOST_RANKS]) + (f"; and {num_more} more" if num_more else "")

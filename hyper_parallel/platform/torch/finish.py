@@ -15,7 +15,14 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["GRID_EXPONENT", "LaneTotal", "clip_coefficient", "round_norm", "sum_totals"]
+__all__ = [
+    "GRID_EXPONENT",
+    "LaneTotal",
+    "clip_coefficient",
+    "may_overflow",
+    "round_norm",
+    "sum_totals",
+]
 
 GRID_EXPONENT = -1074
 
@@ -76,6 +83,14 @@ def round_norm(total: LaneTotal, norm_type: float, dtype: torch.dtype) -> torch.
     return torch.tensor(norm, dtype=dtype, device="cpu")
 
 
+def may_overflow(total: LaneTotal, norm_type: float, num_ranks: int) -> bool:
+    """Tell whether `num_ranks` totals, none larger than this one, may have an infinite norm."""
+    if math.isinf(norm_type):
+        return norm_type > 0 and total.extremum > torch.finfo(torch.float32).max
+    together = LaneTotal(grid_sum=total.grid_sum * num_ranks)
+    return bool(round_norm(together, norm_type, torch.float32).isinf())
+
+
 def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """Return min(1, max_norm / (total_norm + 1e-6)) as torch.nn.utils.clip_grad_norm_ does.
 
@@ -120,15 +135,15 @@ def _round_scaled(n: int, exponent: int, dtype: torch.dtype, *, inexact: bool = 
 
 def _root(grid_sum: int, norm_type: float) -> float:
     """Return (grid_sum * 2^GRID_EXPONENT) ** (1 / norm_type) in float64."""
-    if grid_sum == 0:
-        return 0.0
     bits = grid_sum.bit_length()
+    log2_root = (bits + GRID_EXPONENT) / norm_type
+    if grid_sum == 0 or log2_root < 2 * GRID_EXPONENT:
+        return 0.0
+    if log2_root > -2 * GRID_EXPONENT:
+        return math.inf
     # In [0.5, 1): int / int is correctly rounded whatever the sizes.
     fraction = grid_sum / (1 << bits)
-    log2_root = (bits + GRID_EXPONENT) / norm_type
     whole = math.floor(log2_root)
-    if whole > 1024:
-        return math.inf
     scale: float = 2.0 ** (log2_root - whole)
     root: float = fraction ** (1.0 / norm_type) * scale
     try:

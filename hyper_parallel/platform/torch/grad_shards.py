@@ -7,12 +7,15 @@ import itertools
 import operator
 import types
 import warnings
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from .failure import join_some
+from .lanes import UNSHARDED, stable_hash
 from .torch_private import is_sharded, local_tensors, specs
 
 if TYPE_CHECKING:
@@ -43,7 +46,7 @@ _DTYPES = frozenset(
         torch.complex128,
     )
 )
-_MOST_NAMED = 8
+
 # Parameters looked at together: their objects stay in the second-level cache from one question
 # that is asked of all to the next.
 _AT_ONCE = 1024
@@ -55,17 +58,23 @@ class PendingSum(NamedTuple):
     Attributes:
         ranks: The ranks over which it is.
         op: `sum` or `avg`.
+        key: 63 bits by which the ranks find each other's addends: from the parameter's name if it
+            is known, else from its place in the list.
+        list_key: What ranks that go by place must agree on: 63 bits of the shapes of all listed
+            tensors; 0 where the name is known.
     """
 
     ranks: RankSet
     op: str
+    key: int = 0
+    list_key: int = 0
 
 
 class Reach(NamedTuple):
     """What the mesh and placements of a gradient say of it on this rank.
 
     Attributes:
-        rank_set: The ranks whose pieces make up the norm; empty where this rank alone holds it.
+        rank_set: The ranks whose pieces make up the norm.
         pending: The sum that it takes part in, if it is Partial.
         fault: Why it cannot be clipped, if so.
     """
@@ -98,27 +107,39 @@ class ParameterList:
         parameters: A module, whose parameters have names, a tensor, or an iterable of tensors.
         names: Name by `id` of a parameter, for those of a module given earlier.
         are_gradients: The tensors are gradients themselves, as for `get_total_norm`.
+
+    Attributes:
+        tensors: What was listed, tensors or not.
+        names: As passed, or the module's.
+        are_gradients: As passed.
+        failure: What the iterable raised on the way; it is raised where all ranks learn of it.
     """
 
     def __init__(
         self,
         parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
-        names: Mapping[int, str] | None = None,
+        names: Mapping[int, str] = MappingProxyType({}),
         *,
         are_gradients: bool = False,
     ) -> None:
-        self.names = dict(names or {})
+        self.names = names
         if isinstance(parameters, torch.nn.Module):
-            self.names |= {id(p): name for name, p in parameters.named_parameters()}
-            parameters = parameters.parameters()
+            named = dict(parameters.named_parameters())
+            self.names = {id(parameter): name for name, parameter in named.items()}
+            parameters = named.values()
         elif isinstance(parameters, torch.Tensor):
             parameters = [parameters]
-        self.tensors: list[object] = list(parameters)
-        if isinstance(parameters, types.GeneratorType) and not self.tensors:
-            warnings.warn(
-                "the generator of parameters is empty or used up: nothing is clipped", stacklevel=4
-            )
         self.are_gradients = are_gradients
+        self.tensors: list[object] = []
+        self.failure: Exception | None = None
+        try:
+            self.tensors.extend(parameters)
+        except Exception as error:
+            self.failure = error
+        if isinstance(parameters, types.GeneratorType) and not (self.tensors or self.failure):
+            warnings.warn(
+                "the generator of parameters is empty or used up: nothing is clipped", stacklevel=3
+            )
 
     def grad_of(self, parameter: object) -> object | None:
         """Return the gradient of a listed parameter, `main_grad` before `grad`."""
@@ -137,10 +158,17 @@ class ParameterList:
 
     def has_dtensor(self) -> bool:
         """Tell whether a parameter, or its gradient, is a DTensor."""
-        return any(
-            isinstance(tensor, DTensor) or isinstance(self.grad_of(tensor), DTensor)
-            for tensor in self.tensors
+        return any(isinstance(tensor, DTensor) for tensor in self.tensors) or any(
+            isinstance(self.grad_of(tensor), DTensor) for tensor in self.tensors
         )
+
+    def keys_of(self, position: int) -> tuple[int, int]:
+        """Return `key` and `list_key` of a `PendingSum`."""
+        name = self.names.get(id(self.tensors[position]))
+        if name is not None:
+            return stable_hash(name), 0
+        shapes = [tuple(getattr(tensor, "shape", ())) for tensor in self.tensors]
+        return stable_hash(str(position)), stable_hash(repr(shapes))
 
 
 def collect_grad_shards(parameters: ParameterList, *, writable: bool = True) -> list[GradShard]:
@@ -155,31 +183,41 @@ def collect_grad_shards(parameters: ParameterList, *, writable: bool = True) -> 
 
     Raises:
         TypeError: With every gradient that cannot be clipped, and why.
+        Exception: What the iterable of parameters raised.
     """
+    if parameters.failure is not None:
+        raise parameters.failure
     at_once = _collect_at_once(parameters)
     if at_once is not None:
         return at_once
     shards: list[GradShard] = []
     faults: list[str] = []
-    seen: set[int] = set()
+    # By id, and alive as long as the ids are compared: a property `main_grad` may make a new tensor
+    # at every access.
+    seen: dict[int, torch.Tensor] = {}
     for position, parameter in enumerate(parameters.tensors):
         if not isinstance(parameter, torch.Tensor):
             kind = type(parameter).__name__
             faults.append(f"{parameters.describe(position)} is a {kind}, not a tensor")
             continue
-        grad = parameters.grad_of(parameter)
+        grad = None if id(parameter) in seen else parameters.grad_of(parameter)
         if not isinstance(grad, torch.Tensor) or id(grad) in seen:
             continue
-        seen.add(id(grad))
+        seen |= {id(parameter): parameter, id(grad): grad}
         local = _local_of(grad)
         reach = _reach_of(grad if isinstance(grad, DTensor) else parameter)
         fault = reach.fault or _fault(local, writable=writable)
+        pending = reach.pending
+        if pending is not None:
+            key, list_key = parameters.keys_of(position)
+            pending = pending._replace(key=key, list_key=list_key)
+            if local.layout != torch.strided:
+                fault = fault or f"is Partial and has layout {local.layout}; make it dense"
         if fault:
             faults.append(f"the gradient of {parameters.describe(position)} {fault}")
-        shards.append(GradShard(local, reach.rank_set, reach.pending, position))
+        shards.append(GradShard(local, reach.rank_set, pending, position))
     if faults:
-        more = f"; and {len(faults) - _MOST_NAMED} more" if len(faults) > _MOST_NAMED else ""
-        raise TypeError("; ".join(faults[:_MOST_NAMED]) + more)
+        raise TypeError(join_some(faults))
     return shards
 
 
@@ -209,6 +247,8 @@ def _collect_at_once(parameters: ParameterList) -> list[GradShard] | None:
 
 
 def _grads_at_once(tensors: Sequence[object]) -> list[object] | None:
+    if not all(issubclass(kind, torch.Tensor) for kind in set(map(type, tensors))):
+        return None
     if any(map(hasattr, tensors, itertools.repeat("main_grad"))):
         return None
     return list(map(getattr, tensors, itertools.repeat("grad"), itertools.repeat(None)))
@@ -228,11 +268,11 @@ def _shards_at_once(grads: Sequence[object], positions: Iterable[int]) -> list[G
         and not any(map(_is_meta, shards))
         and not any(map(torch.Tensor.is_inference, shards))
         and not any(map(_fault_of, reaches))
+        and not any(map(_pending_of, reaches))
     ):
         return None
-    rows = zip(
-        shards, map(_rank_set_of, reaches), map(_pending_of, reaches), positions, strict=True
-    )
+    rank_sets = map(_rank_set_of, reaches)
+    rows = zip(shards, rank_sets, map(_pending_of, reaches), positions, strict=True)
     return list(map(GradShard._make, rows))
 
 
@@ -288,7 +328,7 @@ def _local_of(grad: torch.Tensor) -> torch.Tensor:
 
 def _reach_of(spec: torch.Tensor) -> Reach:
     if not isinstance(spec, DTensor):
-        return Reach(())
+        return Reach(UNSHARDED)
     mesh = spec.device_mesh
     return _resolve_reach(mesh, spec.placements, mesh.get_rank())
 
@@ -303,7 +343,7 @@ def _resolve_reach(mesh: DeviceMesh, placements: tuple[Placement, ...], rank: in
     del rank  # part of the key: the same mesh after torch.distributed was started anew
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return Reach(())
+        return Reach(UNSHARDED)
     sharded = [i for i, placement in enumerate(placements) if is_sharded(placement)]
     partial = [i for i, p in enumerate(placements) if isinstance(p, Partial) and mesh.size(i) > 1]
     known = (Shard, Replicate, Partial)
@@ -312,7 +352,7 @@ def _resolve_reach(mesh: DeviceMesh, placements: tuple[Placement, ...], rank: in
         ops <= {"sum"} or ops <= {"avg"}
     ):
         return Reach(
-            (),
+            UNSHARDED,
             fault=f"has placements {placements}; expected Shard, Replicate and Partial of one of "
             "sum and avg: redistribute it before clipping",
         )
@@ -326,7 +366,7 @@ def _sub_mesh(mesh: DeviceMesh, coordinate: Sequence[int], dims: Sequence[int]) 
     """Return the sorted ranks through `coordinate` along `dims`; empty if there is only one."""
     index = tuple(slice(None) if i in dims else place for i, place in enumerate(coordinate))
     ranks = mesh.mesh[index].flatten().tolist()
-    return tuple(sorted(ranks)) if len(ranks) > 1 else ()
+    return tuple(sorted(ranks)) if len(ranks) > 1 else UNSHARDED
 
 
 def _fault(local: torch.Tensor, *, writable: bool) -> str | None:
@@ -335,6 +375,8 @@ def _fault(local: torch.Tensor, *, writable: bool) -> str | None:
         return "is on the meta device and has no data"
     if local.dtype not in _DTYPES:
         return f"is {local.dtype}; expected a floating or complex dtype that torch computes in"
+    if local.layout == torch.sparse_coo and local.dtype == torch.complex32:
+        return "is a sparse complex32 tensor, which torch cannot coalesce; make it dense"
     if local.layout not in (torch.strided, torch.sparse_coo):
         return f"has layout {local.layout}; expected torch.strided or torch.sparse_coo"
     if not writable:

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from .exchange import ReductionGroup
+    from .reduction_groups import ReductionGroup
 
-__all__ = ["Layout", "RankSet", "agree", "describe_ranks", "forget", "known_layout"]
+__all__ = ["UNSHARDED", "Layout", "RankSet", "agree", "describe_ranks", "stable_hash"]
 
 RankSet = tuple[int, ...]
+UNSHARDED: RankSet = ()
+"""The rank set of gradients that this rank holds whole. It has no lane."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,6 @@ class Layout:
 
     lane_of: Mapping[RankSet, int]
     own_rank_sets: tuple[RankSet, ...]
-
-
-def known_layout(group: ReductionGroup) -> Layout | None:
-    """Return the layout that the group's ranks agreed on last, None before the first time."""
-    return group.memory.get("layout")
-
-
-def forget(group: ReductionGroup) -> None:
-    """Poison the layout: after an exception in a collective it must be agreed anew."""
-    group.memory.pop("layout", None)
 
 
 def agree(group: ReductionGroup, rank_sets: Iterable[RankSet]) -> Layout:
@@ -62,9 +54,12 @@ def agree(group: ReductionGroup, rank_sets: Iterable[RankSet]) -> Layout:
     Raises:
         ValueError: On every rank, if a rank set has members outside the group.
     """
-    known = known_layout(group)
-    known_sets = set(known.lane_of) if known else set()
-    new = {_hash(rank_set): rank_set for rank_set in rank_sets if rank_set not in known_sets}
+    known_sets = set(group.layout.lane_of) if group.layout else set()
+    new = {
+        stable_hash(repr(rank_set)): rank_set
+        for rank_set in rank_sets
+        if rank_set not in known_sets
+    }
     announced = group.gather_ints([x for h in sorted(new) for x in (h, len(new[h]))])
     speakers: dict[int, tuple[int, int]] = {}
     for group_rank, row in enumerate(announced):
@@ -79,8 +74,14 @@ def agree(group: ReductionGroup, rank_sets: Iterable[RankSet]) -> Layout:
             f"are not in the group that was given ({describe_ranks(group.ranks)}); pass "
             "group=reduction_group(mesh) for a mesh that holds them all"
         )
-    group.memory["layout"] = layout
+    group.layout = layout
     return layout
+
+
+def stable_hash(text: str) -> int:
+    """Return 63 bits: an int64 that is the same in every process, unlike hash()."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def describe_ranks(ranks: Iterable[int]) -> str:
@@ -120,9 +121,3 @@ def _build_layout(rank_sets: set[RankSet], rank: int) -> Layout:
 def _contains(rank_set: RankSet, rank: int) -> bool:
     index = bisect_left(rank_set, rank)
     return index < len(rank_set) and rank_set[index] == rank
-
-
-def _hash(rank_set: RankSet) -> int:
-    """Return 63 bits: an int64 that is the same in every process, unlike hash()."""
-    digest = hashlib.blake2b(repr(rank_set).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -13,17 +13,20 @@ import torch
 import torch.distributed as dist
 
 from .clip_result import Copies
-from .lanes import agree, forget, known_layout
+from .finish import may_overflow
+from .lanes import agree
+from .meeting import meet
 from .pending_sums import measure_pending
 
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterable, Mapping, Sequence
 
-    from .exchange import ReductionGroup
+    from .failure import LocalFailure
     from .finish import LaneTotal
     from .grad_shards import GradShard
     from .lanes import Layout, RankSet
+    from .reduction_groups import ReductionGroup
     from .wire_format import PartialNorm, Votes, WireFormat
 
 __all__ = ["Contribution", "ReducedLanes", "StagingBuffer", "extend_layout", "reduce_lanes"]
@@ -35,7 +38,8 @@ class Contribution:
 
     Attributes:
         partials: Its partial norm per rank set; a rank set of the layout may be missing.
-        votes: Its votes; `new_rank_set` is filled in during the reduce.
+        votes: Its votes; `error` and `new_rank_set` are filled in during the reduce.
+        failure: What failed on it so far. It brings nothing else then, and the others learn of it.
         pending: Its Partial gradients. Their rank sets, and the ranks of their sums, are among
             `partials`, if need be with the identity.
         reproducible: Whether to sum the squares of those exactly.
@@ -43,6 +47,7 @@ class Contribution:
 
     partials: Mapping[RankSet, PartialNorm]
     votes: Votes
+    failure: LocalFailure
     pending: Sequence[GradShard] = ()
     reproducible: bool = False
 
@@ -75,8 +80,11 @@ class StagingBuffer:
     def __init__(self, numel: int, device: torch.device) -> None:
         self.numel = numel
         self._on_host = device.type == "cpu"
-        self._host = torch.empty(numel, dtype=torch.float32, pin_memory=not self._on_host)
-        self._device = self._host if self._on_host else torch.empty_like(self._host, device=device)
+        pin = not self._on_host
+        # Not an inference tensor, which only inference mode could write again.
+        with torch.inference_mode(mode=False):
+            self._host = torch.empty(numel, dtype=torch.float32, device="cpu", pin_memory=pin)
+            self._device = torch.empty_like(self._host, device=device) if pin else self._host
 
     def reduce(self, packed: array[float], op: str, group: dist.ProcessGroup) -> torch.Tensor:
         """Reduce one rank's buffer over `group`; return the result, [numel] float32 on the host.
@@ -88,12 +96,14 @@ class StagingBuffer:
         if self._on_host:
             dist.all_reduce(self._host, op=reduce_op, group=group)
             return self._host
-        self._device.copy_(self._host, non_blocking=True)
-        dist.all_reduce(self._device, op=reduce_op, group=group)
-        self._host.copy_(self._device, non_blocking=True)
-        arrived = torch.get_device_module(self._device.device).Event()
-        arrived.record()
-        arrived.synchronize()
+        module = torch.get_device_module(self._device.device)
+        with module.device(self._device.device):  # whichever device is current for the caller
+            self._device.copy_(self._host, non_blocking=True)
+            dist.all_reduce(self._device, op=reduce_op, group=group)
+            self._host.copy_(self._device, non_blocking=True)
+            arrived = module.Event()
+            arrived.record()
+            arrived.synchronize()
         return self._host
 
     @property
@@ -112,8 +122,8 @@ def extend_layout(group: ReductionGroup, rank_sets: Iterable[RankSet]) -> Layout
 
     Ranks: all of the group.
     """
-    if known_layout(group) is None:
-        group.meet()
+    if group.layout is None:
+        meet(group)
     return agree(group, rank_sets)
 
 
@@ -127,7 +137,8 @@ def reduce_lanes(
 
     Args:
         group: The group; its layout is agreed here the first time.
-        brought: What this rank brings; nothing but votes, if it failed.
+        brought: What this rank brings. What fails while it measures sums of Partial gradients is
+            kept in its `failure`.
         wire: The format, for the group's size.
         stamp: `wire_format.fingerprint` of what all ranks must have asked for alike.
 
@@ -140,7 +151,7 @@ def reduce_lanes(
             which a copy may still be under way.
     """
     try:
-        layout = known_layout(group) or extend_layout(group, brought.partials)
+        layout = group.layout or extend_layout(group, brought.partials)
         reduced = _reduce_once(group, layout, brought, wire, stamp)
         # Every branch here hangs on the header, which is the same on all ranks.
         if reduced.votes is None or reduced.votes.error:
@@ -151,13 +162,13 @@ def reduce_lanes(
         if reduced.votes and reduced.votes.partial_gradient:
             brought = _add_up_pending(group, layout, brought, wire)
             reduced = _reduce_once(group, layout, brought, wire, stamp)
-        if reduced.votes and reduced.votes.float64_gradient and wire.op == "max":
+        votes = reduced.votes
+        if votes and votes.float64_gradient and not votes.error and wire.op == "max":
             reduced = _refine_extrema(group, layout, brought, reduced, wire)
     except ValueError:
         raise
     except Exception as error:
-        forget(group)
-        group.memory.pop("staging", None)
+        group.layout = group.staging = None
         raise RuntimeError(
             f"rank {group.rank}: the reduction of the gradient norm failed; no gradient was "
             f"changed: {error}"
@@ -170,14 +181,15 @@ def _reduce_once(
 ) -> ReducedLanes:
     """Steps 3 and 4 of a clip: pack, move, reduce, read the header and the own lanes."""
     is_new = any(rank_set not in layout.lane_of for rank_set in brought.partials)
-    votes = replace(brought.votes, new_rank_set=is_new)
+    votes = replace(brought.votes, error=brought.failure.error is not None, new_rank_set=is_new)
     packed = wire.pack(votes, stamp, [brought.partials.get(s) for s in layout.lane_of])
-    staging: StagingBuffer | None = group.memory.get("staging")
-    if staging is None or staging.numel != len(packed):
-        staging = group.memory["staging"] = StagingBuffer(len(packed), group.device)
-    buffer = staging.reduce(packed, wire.op, group.group)
-    group.copies += staging.copies
+    if group.staging is None or group.staging.numel != len(packed):
+        group.staging = StagingBuffer(len(packed), group.device)
+    buffer = group.staging.reduce(packed, wire.op, group.group)
+    group.copies += group.staging.copies
     header = wire.decode_header(buffer[: wire.header_numel].tolist(), stamp)
+    if header is None:  # lanes of different formats were reduced into one another
+        return ReducedLanes(None, totals={})
     lanes = buffer[wire.header_numel :].view(-1, wire.lane_numel)
     totals = {
         rank_set: wire.decode(lanes[layout.lane_of[rank_set]].tolist())
@@ -191,14 +203,23 @@ def _add_up_pending(
 ) -> Contribution:
     """Return the contribution with this rank's slices of all Partial gradients' sums."""
     slices = measure_pending(
-        group, layout, brought.pending, wire.norm_type, reproducible=brought.reproducible
+        group,
+        layout,
+        brought.pending,
+        wire.norm_type,
+        brought.failure,
+        reproducible=brought.reproducible,
     )
     partials = dict(brought.partials)
     for rank_set, measured in slices.items():
         known = [partials[rank_set]] if rank_set in partials else []
         partials[rank_set] = wire.combine([*known, *measured])
-    nonfinite = any(partial.is_nonfinite for partial in partials.values())
-    votes = replace(brought.votes, nonfinite=brought.votes.nonfinite or nonfinite)
+    total = wire.to_total(wire.combine(partials.values()))
+    votes = replace(
+        brought.votes,
+        nonfinite=brought.votes.nonfinite or any(p.is_nonfinite for p in partials.values()),
+        huge=brought.votes.huge or may_overflow(total, wire.norm_type, group.size),
+    )
     return replace(brought, partials=partials, votes=votes)
 
 

@@ -42,8 +42,7 @@ def measure(
 ) -> tuple[list[PartialNorm], Copies]:
     """Return the partial norm of each tensor, and what fetching those of device tensors cost.
 
-    Device tensors are launched first, so that the device works while the host passes run; their
-    results come down in one copy per device.
+    Device tensors are launched first, so that the device works while the host passes run.
 
     Args:
         tensors: Gradient shards of any shape, strides, floating or complex dtype and device.
@@ -55,33 +54,25 @@ def measure(
     the dtype; on a device alike, if it has float64. Where it has none, sums are float32 over
     chunks scaled by the largest element.
 
-    Sync: one per device that holds shards, one more for each shard that is not finite; one per
-    4 Mi elements on a device if reproducible.
+    Sync: one per device that holds shards, two if some of them are not finite; one per 4 Mi
+    elements on a device if reproducible.
     """
     if not reproducible and _are_plain(tensors, norm_type):
         return _measure_with_kernels(tensors, norm_type), Copies()
-    tensors = [_dense(tensor) for tensor in tensors]
+    dense = [_dense(tensor, norm_type) for tensor in tensors]
     if reproducible:
-        return _measure_exactly(tensors)
-    by_device: dict[torch.device, list[int]] = {}
+        return _measure_exactly(dense)
     on_host = [i for i, tensor in enumerate(tensors) if tensor.is_cpu]
-    for i, tensor in enumerate(tensors):
-        if not tensor.is_cpu:
-            by_device.setdefault(tensor.device, []).append(i)
-    launched = {
-        device: [_launch(tensors[i], norm_type) for i in indices]
-        for device, indices in by_device.items()
-    }
+    on_device = [i for i, tensor in enumerate(tensors) if not tensor.is_cpu]
+    launched = [_launch(dense[i], norm_type) for i in on_device]
     partials = dict(
-        zip(on_host, _measure_on_host([tensors[i] for i in on_host], norm_type), strict=True)
+        zip(on_host, _measure_on_host([dense[i] for i in on_host], norm_type), strict=True)
     )
-    for device, indices in by_device.items():
-        for i, row in zip(indices, _fetch(launched[device]), strict=True):
-            value = _unscale(_combine_parts(row[1:], norm_type), row[0], norm_type)
-            partials[i] = _to_partial(value, tensors[i], norm_type)
-    num_fetched = len(by_device)
-    in_order = [partials[i] for i in range(len(tensors))]
-    return in_order, Copies(d2h=num_fetched, host_syncs=num_fetched)
+    rows, copies = _fetch(launched)
+    values = [_unscale(_combine_parts(row[1:], norm_type), row[0], norm_type) for row in rows]
+    counted, count_copies = _to_partials(values, [dense[i] for i in on_device], norm_type)
+    partials |= zip(on_device, counted, strict=True)
+    return [partials[i] for i in range(len(tensors))], copies + count_copies
 
 
 def scale_(tensors: Sequence[torch.Tensor], coef: float, *, foreach: bool) -> None:
@@ -126,17 +117,12 @@ _layout_of = operator.attrgetter("layout")
 def _measure_on_host(tensors: Sequence[torch.Tensor], norm_type: float) -> list[PartialNorm]:
     """Measure host tensors, all that the kernels take in one call."""
     fits = [_fits_kernels(t) and (norm_type == 2.0 or not t.is_complex()) for t in tensors]
-    if not any(fits):
-        return [_measure_with_operators(tensor, norm_type) for tensor in tensors]
-    measured = iter(_measure_with_kernels(list(itertools.compress(tensors, fits)), norm_type))
-    return [
-        next(measured) if fit else _measure_with_operators(tensor, norm_type)
-        for tensor, fit in zip(tensors, fits, strict=True)
-    ]
-
-
-def _measure_with_operators(tensor: torch.Tensor, norm_type: float) -> PartialNorm:
-    return _to_partial(_host_value(tensor, norm_type), tensor, norm_type)
+    at_once = list(itertools.compress(tensors, fits))
+    others = [tensor for tensor, fit in zip(tensors, fits, strict=True) if not fit]
+    values = [_host_value(tensor, norm_type) for tensor in others]
+    measured = iter(_measure_with_kernels(at_once, norm_type) if at_once else ())
+    by_operators = iter(_to_partials(values, others, norm_type)[0])
+    return [next(measured) if fit else next(by_operators) for fit in fits]
 
 
 def _measure_with_kernels(tensors: Sequence[torch.Tensor], norm_type: float) -> list[PartialNorm]:
@@ -148,7 +134,7 @@ def _measure_with_kernels(tensors: Sequence[torch.Tensor], norm_type: float) -> 
     if all(map(math.isfinite, values)):
         return list(map(PartialNorm, values))
     counts = zip(values, norms.num_nan, norms.num_inf, strict=True)
-    return [_with_counts(value, num_nan, num_inf, norm_type) for value, num_nan, num_inf in counts]
+    return [_to_partial(value, num_nan, num_inf, norm_type) for value, num_nan, num_inf in counts]
 
 
 def _fits_kernels(tensor: torch.Tensor) -> bool:
@@ -180,7 +166,7 @@ def _measure_exactly(tensors: Sequence[torch.Tensor]) -> tuple[list[PartialNorm]
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    yield from _chunks(tensor, _HOST_CHUNK_NUMEL if tensor.is_cpu else _DEVICE_CHUNK_NUMEL)
+    yield from _chunks(tensor, _chunk_numel(tensor))
 
 
 def _exact_sum_of_piece(piece: torch.Tensor) -> host.ExactSum:
@@ -211,35 +197,68 @@ def _foreach_rounds_once(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda" or tensor.dtype not in (torch.bfloat16, torch.float16)
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor
+def _dense(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return a dense tensor with the norm of this one: of a sparse one, what it stores."""
+    if tensor.layout != torch.sparse_coo:
+        return tensor
+    values = tensor.coalesce().values().flatten()
+    stores_all = values.numel() == tensor.numel()
+    if stores_all or norm_type != -math.inf:
+        return values
+    return torch.cat([values, values.new_zeros(1)])  # the smallest is one that is not stored
 
 
-def _to_partial(value: float, tensor: torch.Tensor, norm_type: float) -> PartialNorm:
-    """Attach the counts of NaN and infinite elements to a value that is not finite."""
-    num_nan = num_inf = 0
-    if not math.isfinite(value):
-        for chunk in _chunks(tensor, _HOST_CHUNK_NUMEL):
-            nan = chunk.isnan()
-            num_nan += int(nan.sum())
-            num_inf += int((chunk.isinf() & ~nan).sum())
-    return _with_counts(value, num_nan, num_inf, norm_type)
+def _to_partials(
+    values: Sequence[float], tensors: Sequence[torch.Tensor], norm_type: float
+) -> tuple[list[PartialNorm], Copies]:
+    """Look at the elements of those whose value is not finite."""
+    suspects = [i for i, value in enumerate(values) if not _is_finite(value, norm_type)]
+    rows, copies = _fetch([_count_nonfinite(tensors[i]) for i in suspects])
+    counts = {
+        i: (int(num_nan), int(num_inf))
+        for i, (num_nan, num_inf) in zip(suspects, rows, strict=True)
+    }
+    partials = [
+        _to_partial(value, *counts.get(i, (0, 0)), norm_type) for i, value in enumerate(values)
+    ]
+    return partials, copies
 
 
-def _with_counts(value: float, num_nan: int, num_inf: int, norm_type: float) -> PartialNorm:
-    identity = math.inf if norm_type == -math.inf else 0.0
-    if math.isfinite(value) or value == identity:
+def _to_partial(value: float, num_nan: int, num_inf: int, norm_type: float) -> PartialNorm:
+    if _is_finite(value, norm_type):
         return PartialNorm(value)
-    # Neither: finite elements whose powers leave float64's range. The norm is infinite.
-    return PartialNorm(identity, num_nan, num_inf or int(not num_nan))
+    return PartialNorm(
+        value=math.inf if norm_type == -math.inf else 0.0,
+        num_nan=num_nan,
+        num_inf=num_inf,
+        overflows=not (num_nan or num_inf),
+    )
+
+
+def _is_finite(value: float, norm_type: float) -> bool:
+    """Tell whether a value is a number; the least of nothing, or of infinities, counts as one."""
+    return math.isfinite(value) or value == -norm_type == math.inf
+
+
+def _count_nonfinite(tensor: torch.Tensor) -> torch.Tensor:
+    """Return [NaN elements, infinite elements] on the tensor's device."""
+    rows = []
+    for chunk in _chunks(tensor, _chunk_numel(tensor)):
+        nan = chunk.isnan()
+        rows.append(torch.stack([nan.sum(), (chunk.isinf() & ~nan).sum()]))
+    return torch.stack(rows).sum(0)
+
+
+def _chunk_numel(tensor: torch.Tensor) -> int:
+    return _HOST_CHUNK_NUMEL if tensor.device.type == "cpu" else _DEVICE_CHUNK_NUMEL
 
 
 def _chunks(tensor: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
     """Cut a tensor of any strides into pieces of at most `numel` elements, without copying it."""
-    if tensor.is_contiguous():
-        yield from torch.split(tensor.view(-1), numel)
-    elif tensor.numel() <= numel:
+    if tensor.numel() <= numel:
         yield tensor
+    elif tensor.is_contiguous():
+        yield from torch.split(tensor.view(-1), numel)
     else:
         longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
         for piece in torch.split(tensor, -(-tensor.shape[longest] // 2), dim=longest):
@@ -247,22 +266,19 @@ def _chunks(tensor: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
 
 
 def _wide(chunk: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return a chunk as float64: parts of complex numbers where p = 2, else magnitudes."""
-    if not chunk.is_complex():
-        return chunk.double()
-    if norm_type == 2.0:
-        return torch.view_as_real(chunk.resolve_conj()).double()
-    return chunk.to(torch.complex128).abs()
+    """Return a chunk as flat float64: parts of complex numbers where p = 2, else magnitudes."""
+    if chunk.is_complex():
+        chunk = chunk.to(torch.complex128)
+        chunk = torch.view_as_real(chunk.resolve_conj()) if norm_type == 2.0 else chunk.abs()
+    return chunk.to(torch.float64, memory_format=torch.contiguous_format).reshape(-1)
 
 
 def _host_value(tensor: torch.Tensor, norm_type: float) -> float:
     """Return the sum of |x|^p, the count of nonzeros, or the max or min of |x|; NaN stays NaN."""
     if tensor.numel() == 0:
         return math.inf if norm_type == -math.inf else 0.0
-    parts = [
-        float(_reduce_chunk(_wide(chunk, norm_type).reshape(-1), norm_type))
-        for chunk in _chunks(tensor, _HOST_CHUNK_NUMEL)
-    ]
+    chunks = _chunks(tensor, _HOST_CHUNK_NUMEL)
+    parts = [float(_reduce_chunk(_wide(chunk, norm_type), norm_type)) for chunk in chunks]
     return _combine_parts(parts, norm_type)
 
 
@@ -304,20 +320,29 @@ def _launch(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     scale = one if wide or not is_sum else _safe_scale(tensor)
     parts = []
     for chunk in _chunks(tensor, _DEVICE_CHUNK_NUMEL):
-        x = (_wide(chunk, norm_type) if wide else _narrow(chunk)).reshape(-1)
+        x = _wide(chunk, norm_type) if wide else _narrow(chunk)
         parts.append(_reduce_chunk(x if wide or not is_sum else x / scale, norm_type))
     return torch.stack([scale, *parts])
 
 
-def _fetch(rows: list[torch.Tensor]) -> list[list[float]]:
-    """Bring the rows of one device to the host in one copy."""
-    flat = torch.cat(rows).tolist()
-    ends = list(itertools.accumulate(row.numel() for row in rows))
-    return [flat[end - row.numel() : end] for end, row in zip(ends, rows, strict=True)]
+def _fetch(rows: list[torch.Tensor]) -> tuple[list[list[float]], Copies]:
+    """Bring 1-D tensors to the host, in one copy from each device."""
+    fetched: list[list[float]] = [[] for _ in rows]
+    by_device: dict[torch.device, list[int]] = {}
+    for i, row in enumerate(rows):
+        by_device.setdefault(row.device, []).append(i)
+    for indices in by_device.values():
+        flat = torch.cat([rows[i] for i in indices]).tolist()
+        start = 0
+        for i in indices:
+            fetched[i] = flat[start : start + rows[i].numel()]
+            start += rows[i].numel()
+    num_copies = sum(device.type != "cpu" for device in by_device)
+    return fetched, Copies(d2h=num_copies, host_syncs=num_copies)
 
 
 def _narrow(chunk: torch.Tensor) -> torch.Tensor:
-    return (chunk.abs() if chunk.is_complex() else chunk).float()
+    return (chunk.abs() if chunk.is_complex() else chunk).float().reshape(-1)
 
 
 def _safe_scale(tensor: torch.Tensor) -> torch.Tensor:

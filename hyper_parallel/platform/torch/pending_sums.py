@@ -20,9 +20,10 @@ from .torch_private import reduce_scatter_sum
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .exchange import ReductionGroup
+    from .failure import LocalFailure
     from .grad_shards import GradShard
     from .lanes import Layout, RankSet
+    from .reduction_groups import ReductionGroup
     from .wire_format import PartialNorm
 
 __all__ = ["measure_pending"]
@@ -36,7 +37,8 @@ class _Pending(NamedTuple):
 
     Attributes:
         sum_lane: Lane number of the ranks over which it is summed.
-        position: Where the parameter stands in those ranks' lists.
+        key: See `PendingSum`.
+        list_key: See there.
         total_lane: Lane number of the ranks that read its norm.
         numel: Elements of the local tensor, which all ranks of the sum have.
         is_average: 1 for avg, 0 for sum.
@@ -45,7 +47,8 @@ class _Pending(NamedTuple):
     """
 
     sum_lane: int
-    position: int
+    key: int
+    list_key: int
     total_lane: int
     numel: int
     is_average: int
@@ -64,6 +67,7 @@ def measure_pending(
     layout: Layout,
     shards: Sequence[GradShard],
     norm_type: float,
+    failure: LocalFailure,
     *,
     reproducible: bool = False,
 ) -> Mapping[RankSet, list[PartialNorm]]:
@@ -74,6 +78,7 @@ def measure_pending(
         layout: With a lane for the rank set and for the ranks of the sum of every one of them.
         shards: This rank's Partial gradients; may be empty.
         norm_type: As for `measure`.
+        failure: Takes what fails on this rank meanwhile; it joins the sums to their end.
         reproducible: As for `measure`; the sum itself is the group's, in its own order.
 
     Returns:
@@ -92,12 +97,13 @@ def measure_pending(
     partials: dict[RankSet, list[PartialNorm]] = {}
     for pending in everywhere:
         num_summed = len(rank_sets[pending.sum_lane])
-        for slice_ in _slices(group, pending, own.get(pending)):
-            if pending.is_average:
-                slice_ /= num_summed
-            measured, fetched = measure([slice_], norm_type, reproducible=reproducible)
-            group.copies += fetched
-            partials.setdefault(rank_sets[pending.total_lane], []).extend(measured)
+        for slice_ in _slices(group, pending, own.get(pending), failure):
+            with failure:
+                if pending.is_average:
+                    slice_ /= num_summed
+                measured, fetched = measure([slice_], norm_type, reproducible=reproducible)
+                group.copies += fetched
+                partials.setdefault(rank_sets[pending.total_lane], []).extend(measured)
     return partials
 
 
@@ -106,7 +112,8 @@ def _describe(shard: GradShard, layout: Layout) -> _Pending:
         raise ValueError("expected only Partial gradients")
     return _Pending(
         sum_lane=layout.lane_of[shard.pending.ranks],
-        position=shard.position,
+        key=shard.pending.key,
+        list_key=shard.pending.list_key,
         total_lane=layout.lane_of[shard.rank_set],
         numel=shard.local.numel(),
         is_average=int(shard.pending.op == "avg"),
@@ -122,34 +129,56 @@ def _parse(row: Sequence[int]) -> Iterator[_Pending]:
 
 
 def _validate_agreement(everywhere: Sequence[_Pending]) -> None:
+    """Check that addends of one sum fit, and that ranks which go by place list the same shapes.
+
+    A list that differs in order only, among equal shapes, cannot be told without names.
+    """
+    remedy = "; pass the same list on all ranks of the sum, or clip through NormReducer(model)"
+    list_keys: dict[int, set[int]] = {}
     for one, other in itertools.pairwise(everywhere):
-        if one[:2] == other[:2]:
+        if one[:2] == other[:2] and one.list_key == other.list_key:
             raise ValueError(
-                f"the Partial gradient of parameters[{one.position}] differs between the ranks of "
-                f"its sum: {one.numel} {one.dtype} elements here, {other.numel} {other.dtype} "
-                "elements there; they must pass the same list of parameters"
+                f"a Partial gradient differs between the ranks of its sum: {one.numel} {one.dtype} "
+                f"elements here, {other.numel} {other.dtype} elements there" + remedy
             )
+    for pending in everywhere:
+        list_keys.setdefault(pending.sum_lane, set()).add(pending.list_key)
+    if any(len(keys) > 1 for keys in list_keys.values()):
+        raise ValueError("ranks list other parameters beside their Partial gradients" + remedy)
 
 
 def _slices(
-    group: ReductionGroup, pending: _Pending, local: torch.Tensor | None
+    group: ReductionGroup, pending: _Pending, local: torch.Tensor | None, failure: LocalFailure
 ) -> Iterator[torch.Tensor]:
-    """Yield this rank's slices of the sum, chunk by chunk."""
-    flat = None if local is None else local.reshape(-1)
+    """Yield this rank's slices of the sum, chunk by chunk.
+
+    What fails on this rank is kept in `failure`: it joins the sum all the same.
+    """
+    flat: torch.Tensor | None = None
+    with failure:
+        flat = None if local is None else local.reshape(-1)
     widest = max(1, _CHUNK_NUMEL // group.size)
     for start in range(0, pending.numel, widest * group.size):
         numel = min(widest * group.size, pending.numel - start)
         share = -(-numel // group.size)
         chunk = torch.zeros(share * group.size, dtype=pending.dtype, device=group.device)
-        if flat is not None:
-            chunk[:numel].copy_(flat[start : start + numel])
+        with failure:
+            if flat is not None:
+                chunk[:numel].copy_(flat[start : start + numel])
+                group.copies += _cost_of_copy(flat.device, group.device)
         received = torch.empty(share, dtype=pending.dtype, device=group.device)
         reduce_scatter_sum(_as_real(received), _as_real(chunk), group.group)
-        moved = int(flat is not None and flat.device != group.device)
-        group.copies += Copies(h2d=moved, collectives=1, host_syncs=moved)
+        group.copies += Copies(collectives=1)
         # The last ranks' slices may be padding, which is zeros and part of no gradient.
         first = share * group.group_rank
         yield received[: max(0, min(share, numel - first))]
+
+
+def _cost_of_copy(source: torch.device, target: torch.device) -> Copies:
+    up, down = source.type == "cpu", target.type == "cpu"
+    if up == down:
+        return Copies()
+    return Copies(h2d=int(up), d2h=int(down), host_syncs=1)
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import datetime
 import operator
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
+from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 __all__ = [
     "KeyValueStore",
@@ -25,6 +31,7 @@ __all__ = [
     "group_timeout",
     "is_sharded",
     "local_tensors",
+    "not_compiled",
     "reduce_scatter_sum",
     "specs",
 ]
@@ -48,19 +55,25 @@ class KeyValueStore(Protocol):
         """Wait for all keys; RuntimeError at the timeout."""
 
 
+def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep `torch.compile` of a caller out of `function`: it talks to stores and process groups.
+
+    As `torch.compiler.disable`, but dynamo is not imported before the first call.
+    """
+    return _disable_dynamo(function)
+
+
 def is_sharded(placement: Placement) -> bool:
     """Tell whether a mesh dim with this placement holds different elements on each rank.
 
     `_StridedShard` (FSDP2 over TP or EP) is a `Shard` in torch 2.9 and is none in 2.13, where its
     `is_shard()` is False too.
     """
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     return isinstance(placement, (Shard, _StridedShard))
 
 
 def local_tensors(dtensors: Iterable[DTensor]) -> list[torch.Tensor]:
-    """Return the shards, without `to_local`'s microseconds and autograd node (2.9-2.13)."""
+    """Return the shards, without `to_local`'s microseconds and autograd node (2.9 to 2.13)."""
     return list(map(_local_tensor, dtensors))
 
 
@@ -93,8 +106,6 @@ def reduce_scatter_sum(output: torch.Tensor, chunk: torch.Tensor, group: dist.Pr
 
 def group_store(group: dist.ProcessGroup) -> KeyValueStore:
     """Return the key-value store that the ranks of `group` share (torch 2.9 to 2.13)."""
-    from torch.distributed.distributed_c10d import _get_process_group_store
-
     return cast("KeyValueStore", _get_process_group_store(group))
 
 

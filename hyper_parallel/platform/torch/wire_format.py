@@ -33,7 +33,6 @@ __all__ = ["PartialNorm", "Votes", "WireFormat", "fingerprint"]
 
 _GRID_BITS = 1024 - GRID_EXPONENT
 _FLOAT32_EXACT_BITS = 24
-_FLOAT32_MAX = 3.4028234663852886e38
 _FINGERPRINT_BITS = 60
 
 
@@ -44,19 +43,21 @@ class PartialNorm(NamedTuple):
         value: Sum of |g|^p, count of nonzeros (p = 0), max |g| (inf) or min |g| (-inf), in
             float64; the identity (0, and inf for -inf) of an empty shard.
         num_nan: NaN elements that reach the norm.
-        num_inf: Infinite elements that make the norm infinite; an overflow of `value` counts too.
+        num_inf: Infinite elements that make the norm infinite.
+        overflows: Finite elements whose powers sum to more than float64 holds.
         grid_sum: The sum that `value` rounds, in units of 2^GRID_EXPONENT, where it is known.
     """
 
     value: float
     num_nan: int = 0
     num_inf: int = 0
+    overflows: bool = False
     grid_sum: int | None = None
 
     @property
     def is_nonfinite(self) -> bool:
         """Whether it makes the norm NaN or infinite."""
-        return self.num_nan > 0 or self.num_inf > 0
+        return self.num_nan > 0 or self.num_inf > 0 or self.overflows
 
     def to_grid(self) -> int:
         """Return the sum in units of 2^GRID_EXPONENT, of which every float64 is a multiple."""
@@ -76,6 +77,7 @@ class Votes:
     error: bool = False
     new_rank_set: bool = False
     nonfinite: bool = False
+    huge: bool = False
     float64_gradient: bool = False
     partial_gradient: bool = False
 
@@ -83,12 +85,10 @@ class Votes:
 _NUM_VOTES = len(fields(Votes))
 
 
-def fingerprint(*values: float | str) -> int:
+def fingerprint(*values: float) -> int:
     """Return 60 bits that tell apart what ranks must all have passed alike."""
-    text = b"".join(
-        v.encode() + b"\0" if isinstance(v, str) else struct.pack("<d", v) for v in values
-    )
-    digest = hashlib.blake2b(text, digest_size=8).digest()
+    packed = struct.pack(f"<{len(values)}d", *values)
+    digest = hashlib.blake2b(packed, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - _FINGERPRINT_BITS)
 
 
@@ -136,7 +136,8 @@ class WireFormat:
         return PartialNorm(
             value=0.0 if overflowed else value,
             num_nan=sum(partial.num_nan for partial in partials),
-            num_inf=sum(partial.num_inf for partial in partials) + overflowed,
+            num_inf=sum(partial.num_inf for partial in partials),
+            overflows=overflowed or any(partial.overflows for partial in partials),
             grid_sum=sum(partial.to_grid() for partial in partials) if is_exact else None,
         )
 
@@ -167,12 +168,12 @@ class WireFormat:
                 lane[2] = -math.inf
             if partial is not None:
                 lane[0], lane[1] = float(partial.num_nan > 0), float(partial.num_inf > 0)
-                clamped = min(partial.value, _FLOAT32_MAX)
-                lane[2] = clamped if self.norm_type > 0 else -partial.value
+                lane[2] = partial.value if self.norm_type > 0 else -partial.value
             return lane
         if partial is not None:
             most = (1 << self.digit_bits) - 1
-            lane[0], lane[1] = min(partial.num_nan, most), min(partial.num_inf, most)
+            num_inf = partial.num_inf + partial.overflows
+            lane[0], lane[1] = min(partial.num_nan, most), min(num_inf, most)
             rest = partial.to_grid()
             index = _num_zero_bits(rest) // self.digit_bits
             rest >>= index * self.digit_bits

@@ -16,18 +16,30 @@ from __future__ import annotations
 
 from hyper_parallel.testing.simnpu import _registration
 
-__all__ = ["configure", "counters", "install", "is_installed", "reset_counters"]
+__all__ = [
+    "MAX_NUM_DEVICES",
+    "configure",
+    "counters",
+    "install",
+    "is_installed",
+    "reset_counters",
+]
+
+MAX_NUM_DEVICES = _registration.MAX_NUM_DEVICES
 
 
-def install() -> bool:
+def install(*, num_devices: int | None = None) -> bool:
     """Make `npu` and `hccl` available in this process, unless real ones are.
 
     Call it before any other use of `torch.npu`; calling it again does nothing. The first call on a
     machine compiles for about a minute and says so on stderr. Forked processes inherit the
     installation, spawned ones call `install()` themselves.
 
+    Args:
+        num_devices: How many are needed, at most MAX_NUM_DEVICES. None: as many as there are, 8 if
+            this call installs them.
+
     Environment:
-        HYPER_PARALLEL_SIMNPU_DEVICES: Number of simulated devices, 8 if unset.
         HYPER_PARALLEL_SIMNPU_BUILD_DIR: Where compiled simulators are kept, the user's cache folder
             if unset.
 
@@ -36,9 +48,11 @@ def install() -> bool:
         installed, or torch has another `npu`.
 
     Raises:
-        RuntimeError: If it cannot be compiled; the message names the remedy.
+        ValueError: If there cannot be `num_devices`.
+        RuntimeError: If it cannot be compiled, or an earlier call installed fewer devices; the
+            message names the remedy.
     """
-    return _registration.install()
+    return _registration.install(num_devices=num_devices)
 
 
 def is_installed() -> bool:

@@ -84,14 +84,22 @@ def _fingerprint(sources: Path) -> str:
 def _exclusive(lock: Path) -> Iterator[None]:
     """Hold a lock that the kernel releases when its holder dies."""
     with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _announce("waiting for another process that builds the simulated NPU...")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _announce(message: str) -> None:
+    sys.stderr.write(message + "\n")
+    sys.stderr.flush()
 
 
 def _compile_into(library: Path, sources: Path) -> None:
     compiler = _resolve_compiler()
-    sys.stderr.write("building the simulated NPU, about a minute (only once)...\n")
-    sys.stderr.flush()
+    _announce("building the simulated NPU, about a minute (only once)...")
     library.parent.mkdir(exist_ok=True)
     # Beside the result, since os.replace does not cross file systems.
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:

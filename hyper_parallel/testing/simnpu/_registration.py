@@ -16,27 +16,28 @@ from torch.utils.backend_registration import (
 
 from hyper_parallel.testing.simnpu import _build, _device_module, _native, _torch_private
 
-__all__ = ["configure", "install", "is_installed", "native"]
+__all__ = ["MAX_NUM_DEVICES", "configure", "install", "is_installed", "native"]
 
-_DEVICES_VARIABLE = "HYPER_PARALLEL_SIMNPU_DEVICES"
+MAX_NUM_DEVICES = 127  # torch's device index is a signed byte
 _DEFAULT_NUM_DEVICES = 8
-_MAX_NUM_DEVICES = 127  # torch's device index is a signed byte
 
 _loaded: _native.Native | None = None
 
 
-def install() -> bool:
+def install(*, num_devices: int | None) -> bool:
     """See `simnpu.install`."""
     global _loaded  # torch's registrations are process-wide too
+    if num_devices is not None and not 1 <= num_devices <= MAX_NUM_DEVICES:
+        raise ValueError(f"num_devices must be from 1 to {MAX_NUM_DEVICES}, got {num_devices}")
     if _loaded is not None:
+        _validate_installed(_loaded, num_devices)
         return True
     if _has_real_npu():
         return False
-    num_devices = _resolve_num_devices()
     library = _build.build(_native.MODULE_NAME)
     rename_privateuse1_backend("npu")
     _loaded = _native.load(library)
-    _loaded.init(num_devices)
+    _loaded.init(_DEFAULT_NUM_DEVICES if num_devices is None else num_devices)
     _torch_private.register_device_module("npu", _device_module.make_device_module(_loaded))
     generate_methods_for_privateuse1_backend(for_storage=True)
     # For npu only: a CPU tensor then fails in torch, with the message users know.
@@ -77,13 +78,12 @@ def _has_real_npu() -> bool:
     return hasattr(torch, "npu") or importlib.util.find_spec("torch_npu") is not None
 
 
-def _resolve_num_devices() -> int:
-    text = os.environ.get(_DEVICES_VARIABLE, str(_DEFAULT_NUM_DEVICES))
-    if not text.isdecimal() or not 1 <= int(text) <= _MAX_NUM_DEVICES:
-        raise ValueError(
-            f"{_DEVICES_VARIABLE} must be a number from 1 to {_MAX_NUM_DEVICES}, got {text!r}"
+def _validate_installed(loaded: _native.Native, num_devices: int | None) -> None:
+    if num_devices is not None and loaded.device_count() < num_devices:
+        raise RuntimeError(
+            f"{num_devices} simulated NPUs are needed and this process has {loaded.device_count()} "
+            "already: pass num_devices to the first call of simnpu.install()"
         )
-    return int(text)
 
 
 def _make_hccl_backend(

@@ -4,11 +4,9 @@
 
 namespace simnpu {
 
-// The signatures in torch's lists are written without their namespace.
-using at::IntArrayRef;
-using at::Scalar;
-using at::ScalarType;
-using at::Tensor;
+// The signatures in torch's lists are written without their namespace, and each torch version
+// names other types in them.
+using namespace at;
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFallthrough());

@@ -14,17 +14,14 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "config.h"
 #include "counters.h"
 #include "devices.h"
+#include "host_traffic.h"
 #include "host_view.h"
 #include "pinned_memory.h"
 
@@ -36,97 +33,32 @@ void CopyBytes(const at::Tensor& destination, const at::Tensor& source) {
   destination.copy_(source);
 }
 
-// Bytes that left the device and have not arrived in host memory. Created, delivered and searched
-// under the execution lock of streams.cpp.
-class PendingArrivals {
- public:
-  struct Arrival {
-    at::Tensor in_flight;
-    at::Tensor destination;
-    bool delivered = false;
-  };
-  using ArrivalPtr = std::shared_ptr<Arrival>;
-
-  static PendingArrivals& Get() {
-    static auto* const arrivals = new PendingArrivals;
-    return *arrivals;
-  }
-
-  void Add(ArrivalPtr arrival) { arrivals_.push_back(std::move(arrival)); }
-
-  void Deliver(const ArrivalPtr& arrival) {
-    if (arrival->delivered) {
-      return;
-    }
-    CopyBytes(arrival->destination, arrival->in_flight);
-    arrival->delivered = true;
-    arrivals_.erase(std::find(arrivals_.begin(), arrivals_.end(), arrival));
-  }
-
-  // The device reads back host memory that it wrote itself, without the host's help.
-  void DeliverInto(const at::Tensor& host) {
-    const std::vector<ArrivalPtr> arrivals = arrivals_;
-    for (const ArrivalPtr& arrival : arrivals) {
-      if (arrival->destination.storage().is_alias_of(host.storage())) {
-        Deliver(arrival);
-      }
-    }
-  }
-
- private:
-  std::vector<ArrivalPtr> arrivals_;
-};
-
-// A hash of the bytes of `tensor` (FNV-1a over words), or of nothing if they are not one block.
-uint64_t HashOf(const at::Tensor& tensor) {
-  constexpr uint64_t kOffsetBasis = 0xcbf29ce484222325;
-  constexpr uint64_t kPrime = 0x100000001b3;
-  uint64_t hash = kOffsetBasis;
-  if (!tensor.is_non_overlapping_and_dense()) {
-    return hash;
-  }
-  const auto* bytes = static_cast<const char*>(tensor.const_data_ptr());
-  const size_t num_bytes = tensor.nbytes();
-  for (size_t offset = 0; offset < num_bytes; offset += sizeof(uint64_t)) {
-    uint64_t word = 0;
-    std::memcpy(&word, bytes + offset, std::min(sizeof(word), num_bytes - offset));
-    hash = (hash ^ word) * kPrime;
-    hash ^= hash >> 32;
-  }
-  return hash;
-}
-
 Command HostToDevice(const at::Tensor& host, const at::Tensor& backing, bool is_async) {
   Command copy;
-  auto hash = std::make_shared<uint64_t>(0);
-  copy.run = [host, backing, is_async, hash] {
-    PendingArrivals::Get().DeliverInto(host);
+  auto read = std::make_shared<HostTraffic::ReadPtr>();
+  copy.run = [host, backing, is_async, read] {
+    HostTraffic::Get().SettleWritesTo(host);
     CopyBytes(backing, host);
     if (is_async) {
-      *hash = HashOf(host);
+      *read = HostTraffic::Get().AddRead(host);
     }
   };
   if (is_async) {
-    copy.publish = [host, hash] {
-      if (HashOf(host) != *hash) {
-        Counters::Get().Add("early_rewrites");
-      }
-    };
+    copy.publish = [read] { HostTraffic::Get().Settle(*read); };
   }
   return copy;
 }
 
 Command DeviceToHost(const at::Tensor& backing, const at::Tensor& host) {
-  auto arrival = std::make_shared<PendingArrivals::Arrival>();
-  arrival->destination = host;
   Command copy;
-  copy.run = [backing, arrival] {
+  auto write = std::make_shared<HostTraffic::WritePtr>();
+  copy.run = [backing, host, write] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    arrival->in_flight = at::empty_like(arrival->destination);
-    CopyBytes(arrival->in_flight, backing);
-    PendingArrivals::Get().Add(arrival);
+    const at::Tensor in_flight = at::empty_like(host);
+    in_flight.copy_(backing);
+    *write = HostTraffic::Get().AddWrite(in_flight, host);
   };
-  copy.publish = [arrival] { PendingArrivals::Get().Deliver(arrival); };
+  copy.publish = [write] { HostTraffic::Get().Settle(*write); };
   return copy;
 }
 
@@ -190,8 +122,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from_and_resize", CopyFromAndResize);
 }
 
-// Lazily conjugated or negated tensors are copied as such (host_view.cpp keeps the bits). By default
-// torch would materialise them first, by a copy, which it would materialise first, and so on.
+// Lazily conjugated or negated tensors are copied as such (host_view.cpp keeps the bits). By
+// default torch would materialise them first, by a copy, which it would materialise first, and so
+// on.
 TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
   library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }

@@ -51,7 +51,7 @@ c10::DeviceIndex CurrentDevice() noexcept { return tls_device; }
 void SetCurrentDevice(c10::DeviceIndex index) {
   TORCH_CHECK(index >= 0 && index < g_num_devices, "npu: device index ",
               static_cast<int>(index), " is not below the number of simulated devices, ",
-              g_num_devices, "; set HYPER_PARALLEL_SIMNPU_DEVICES for more");
+              g_num_devices, "; simnpu.install(num_devices=...) sets it");
   tls_device = index;
 }
 

@@ -14,7 +14,8 @@ namespace {
 class NpuGenerator final : public c10::GeneratorImpl {
  public:
   NpuGenerator(c10::DeviceIndex device, at::Generator cpu)
-      : GeneratorImpl(c10::Device(kNpu, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+      : GeneratorImpl(c10::Device(kNpu, device),
+                      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         cpu_(std::move(cpu)) {}
 
   const at::Generator& cpu() const { return cpu_; }

@@ -1,12 +1,14 @@
 #include "hccl_backend.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/cat.h>
 #include <c10/core/ScalarType.h>
 
 #include <functional>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "collective_buffers.h"
 #include "config.h"
@@ -40,6 +42,32 @@ void DivideAll(const TensorList& tensors, int divisor) {
       tensor.div_(divisor);
     }
   }
+}
+
+at::Tensor Pack(const TensorList& tensors) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  TensorList flat;
+  for (const at::Tensor& tensor : tensors) {
+    flat.push_back(tensor.flatten());
+  }
+  return at::cat(flat);
+}
+
+void Unpack(const at::Tensor& packed, const TensorList& tensors) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  int64_t start = 0;
+  for (const at::Tensor& tensor : tensors) {
+    tensor.copy_(packed.narrow(0, start, tensor.numel()).view(tensor.sizes()));
+    start += tensor.numel();
+  }
+}
+
+std::vector<int64_t> Numels(const TensorList& tensors) {
+  std::vector<int64_t> numels;
+  for (const at::Tensor& tensor : tensors) {
+    numels.push_back(tensor.numel());
+  }
+  return numels;
 }
 
 class HcclBackend final : public c10d::Backend {
@@ -202,13 +230,22 @@ class HcclBackend final : public c10d::Backend {
     });
   }
 
+  // gloo has it for single tensors alone in torch 2.9: the lists travel packed into one each.
   WorkPtr alltoall(TensorList& outputs, TensorList& inputs,
                    const c10d::AllToAllOptions& options) override {
     CollectiveBuffers buffers;
-    TensorList output_copies = buffers.Outputs(outputs);
-    TensorList input_copies = buffers.Inputs(inputs);
-    return Launch("alltoall", OpType::ALLTOALL, buffers,
-                  [&] { return gloo_->alltoall(output_copies, input_copies, options); });
+    const TensorList output_copies = buffers.Outputs(outputs);
+    at::Tensor packed_output = Pack(output_copies);
+    at::Tensor packed_input = Pack(buffers.Inputs(inputs));
+    std::vector<int64_t> output_split_sizes = Numels(outputs);
+    std::vector<int64_t> input_split_sizes = Numels(inputs);
+    return Launch(
+        "alltoall", OpType::ALLTOALL, buffers,
+        [&] {
+          return gloo_->alltoall_base(packed_output, packed_input, output_split_sizes,
+                                      input_split_sizes, options);
+        },
+        [packed_output, output_copies] { Unpack(packed_output, output_copies); });
   }
 
   WorkPtr send(TensorList& tensors, int destination_rank, int tag) override {

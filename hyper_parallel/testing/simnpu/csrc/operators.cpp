@@ -5,6 +5,7 @@
 // show, stay queued.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -164,6 +165,15 @@ void RegisterForeachKernels(torch::Library& library) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&RunCpuKernel>());
+}
+
+// Operators without an autograd kernel, all of c10d's among them: what torch itself does for every
+// other device type, and from 2.10 on for this one.
+TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, library) {
+  constexpr auto kKey = c10::DispatchKey::AutogradPrivateUse1;
+  if (!c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(kKey)) {
+    library.fallback(torch::autograd::basicAutogradNotImplementedFallback());
+  }
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) { RegisterForeachKernels(library); }

@@ -10,6 +10,7 @@
 #include "devices.cpp"
 #include "generator.cpp"
 #include "hooks.cpp"
+#include "host_traffic.cpp"
 #include "host_view.cpp"
 #include "memory.cpp"
 #include "op_arguments.cpp"

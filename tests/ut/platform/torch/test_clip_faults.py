@@ -1,32 +1,18 @@
 """What goes wrong on one rank: nobody hangs, all raise alike, no gradient changes."""
 
-import logging
 import math
 import os
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from hyper_parallel import NormReducer, clip_grad_norm_, get_total_norm, reduction_group
-from hyper_parallel.platform.torch import exchange, partial_norms
+from hyper_parallel import clip_grad_norm_, get_total_norm
+from hyper_parallel.platform.torch import partial_norms
+from tests.clipping import error_of
 from tests.ranks import RankFailedError, run_ranks
-from tests.sharding import dense, expert, local_grad, mesh_of, parameter, parameter_of_shard
-
-BACKENDS = [pytest.param("gloo"), pytest.param("hccl", marks=pytest.mark.simnpu)]
-both = pytest.mark.parametrize("backend", BACKENDS)
-
-
-def error_of(params, *args, **options):
-    """Clip, expect an error and unchanged gradients; return the error."""
-    before = [None if p.grad is None else local_grad(p).clone() for p in params]
-    with pytest.raises((ValueError, TypeError, RuntimeError)) as raised:
-        clip_grad_norm_(params, *args, **options)
-    for param, grad in zip(params, before, strict=True):
-        assert grad is None or torch.equal(local_grad(param), grad)
-    return raised.value
+from tests.sharding import both, dense, expert, local_grad, mesh_of, parameter, parameter_of_shard
 
 
 @both
@@ -34,15 +20,15 @@ def test_failing_host_pass_is_raised_by_all_and_the_next_clip_works(backend):
     def rank_main(rank):
         params = [dense(backend), expert(backend)]
         clip_grad_norm_(params, math.inf)
-        works = partial_norms._measure_on_host
+        works = partial_norms.host.partial_norms
         if rank == 1:
 
             def fail(tensors, norm_type):
                 raise MemoryError("host pass broke")
 
-            partial_norms._measure_on_host = fail
+            partial_norms.host.partial_norms = fail
         error = error_of(params, 1.0)
-        partial_norms._measure_on_host = works
+        partial_norms.host.partial_norms = works
         return type(error).__name__, str(error), clip_grad_norm_(params, 1.0).item()
 
     results = run_ranks(rank_main, 4, backend=backend)
@@ -142,6 +128,20 @@ def test_different_clips_on_different_ranks_are_an_error_on_all(arguments):
     assert "rank(s) 3" in messages[0]
 
 
+@pytest.mark.parametrize("odd_rank", [0, 3])
+def test_lanes_of_different_formats_are_not_read(odd_rank):
+    """Infinity in a MAX lane is no digit: the ranks that expect digits failed alone."""
+
+    def rank_main(rank):
+        grad = torch.full((8,), 1e300, dtype=torch.float64)
+        param = parameter(grad, mesh_of("gloo", (4,)), [Shard(0)])
+        error = error_of([param], 1.0, 2.0 if rank == odd_rank else math.inf)
+        assert isinstance(error, ValueError)
+        return clip_grad_norm_([param], math.inf, math.inf).item()
+
+    assert run_ranks(rank_main, 4) == [1e300] * 4
+
+
 @pytest.mark.parametrize("bad", [-1.0, math.nan, "one"])
 def test_bad_max_norm_on_one_rank_is_raised_by_all(bad):
     def rank_main(rank):
@@ -151,95 +151,6 @@ def test_bad_max_norm_on_one_rank_is_raised_by_all(bad):
     messages = run_ranks(rank_main, 4)
     assert len(set(messages)) == 1
     assert "rank(s) 1: ValueError" in messages[0]
-
-
-@both
-def test_new_rank_set_at_step_3_costs_one_exchange(backend):
-    """Nobody has seen it before, and only half of the ranks see it now."""
-
-    def rank_main(rank):
-        old = dense(backend)
-        mesh = mesh_of(backend, (2, 2), ("replicate", "shard"))
-        new = parameter(torch.full((4,), 50.0), mesh, [Replicate(), Shard(0)])
-        reducer = NormReducer()
-        trace = []
-        for step in range(6):
-            params = [old, new] if step >= 3 and rank < 2 else [old]
-            result = reducer.clip_(params, math.inf)
-            trace.append((round(result.total_norm.item(), 3), result.copies.collectives))
-        return trace
-
-    results = run_ranks(rank_main, 4, backend=backend)
-    alone, joint = 106.958, 146.424
-    for rank, trace in enumerate(results):
-        norm = joint if rank < 2 else alone
-        assert [n for n, _ in trace] == [alone] * 3 + [norm] * 3
-        # The first: lengths, hashes, members, then the reduce. A new one: a reduce before, too.
-        assert [c for _, c in trace] == [4, 1, 1, 5, 1, 1]
-
-
-@both
-def test_lists_filtered_down_to_a_few_dtensors(backend):
-    def rank_main(rank):
-        params = [dense(backend), expert(backend)]
-        kept = {0: params, 1: params[1:], 2: params[:1], 3: params}[rank]
-        return clip_grad_norm_(kept, 1.0).item()
-
-    norms = run_ranks(rank_main, 4, backend=backend)
-    assert len(set(norms)) == 1
-    grads = torch.arange(1.0, 33.0).reshape(4, 8), 3 * torch.arange(1.0, 65.0).reshape(4, 4, 4)
-    lost_dense = grads[0][1]  # of rank 1
-    lost_expert = grads[1][2:, :2]  # of rank 2: (ep 1, efsdp 0)
-    total = sum(g.square().sum() for g in grads) - lost_dense.square().sum()
-    assert norms[0] == pytest.approx((total - lost_expert.square().sum()).sqrt().item())
-
-
-def test_reducer_joins_even_if_a_filter_left_no_dtensor():
-    def rank_main(rank):
-        model = torch.nn.Module()
-        model.weight = dense("gloo")
-        reducer = NormReducer(model)
-        params = [] if rank == 3 else list(model.parameters())
-        result = reducer.clip_(params, 1.0)
-        return result.total_norm.item(), result.copies.collectives
-
-    assert run_ranks(rank_main, 4) == [(70.0, 1)] * 4
-
-
-def test_function_without_any_dtensor_on_a_rank_names_that_rank_to_the_others():
-    def rank_main(rank):
-        if rank == 2:
-            return clip_grad_norm_([parameter(torch.tensor([3.0]))], 1.0).item()
-        started = time.monotonic()
-        error = error_of([dense("gloo")], 1.0)
-        assert time.monotonic() - started < 10
-        return str(error)
-
-    messages = run_ranks(rank_main, 4, group_timeout_s=2)
-    assert messages[2] == 3.0
-    for rank in (0, 1, 3):
-        assert "rank(s) 2 did not come" in messages[rank]
-        assert "NormReducer(model)" in messages[rank]
-
-
-def test_late_rank_is_waited_for_and_named_in_the_log():
-    def rank_main(rank):
-        lines = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append(record.getMessage())
-        logging.getLogger("hyper_parallel").addHandler(handler)
-        exchange._PATIENCE = exchange.timedelta(seconds=0.3)
-        param = dense("gloo")
-        if rank == 1:
-            time.sleep(1.5)
-        norm = clip_grad_norm_([param], 1.0).item()
-        return round(norm, 3), lines
-
-    for rank, (norm, lines) in enumerate(run_ranks(rank_main, 4)):
-        assert norm == 106.958
-        if rank != 1:
-            assert len(lines) == 1
-            assert "waiting for rank(s) 1 " in lines[0]
 
 
 @both
@@ -259,149 +170,104 @@ def test_rank_that_dies_gives_the_others_an_error_and_whole_gradients(backend):
         assert f"--- rank {rank} ---" not in text
 
 
-def test_group_that_lacks_this_rank_is_refused():
+@pytest.mark.parametrize("layout", ["unsharded", "replica"])
+@pytest.mark.parametrize("p", [2.0, 1.0])
+def test_infinite_norm_of_finite_gradients_on_one_rank_is_raised_by_all(layout, p):
+    """Rank 0 raised, and the others had scaled: no vote covered what only rank 0 reads."""
+
     def rank_main(rank):
-        group = dist.new_group([0, 1])
-        if rank >= 2:
-            with pytest.raises(ValueError, match=f"rank {rank} is not in the group"):
-                clip_grad_norm_([parameter(torch.ones(1))], 1.0, group=group)
-            return None
-        return clip_grad_norm_([parameter(torch.tensor([3.0]))], 1.0, group=group).item()
+        large = torch.full((4,), 3e38)
+        if layout == "unsharded":
+            params = [dense("gloo"), parameter(large if rank == 0 else torch.ones(4))]
+        else:
+            mesh = mesh_of("gloo", (2, 2), ("replicate", "shard"))
+            shard = large if rank < 2 else torch.ones(4)
+            params = [parameter_of_shard(shard, mesh, [Replicate(), Shard(0)])]
+        message = str(error_of(params, 1.0, p, error_if_nonfinite=True))
+        return message, clip_grad_norm_(params, math.inf, p).isinf().item()
 
-    assert run_ranks(rank_main, 4) == [3.0, 3.0, None, None]
+    results = run_ranks(rank_main, 4)
+    assert len({message for message, _ in results}) == 1
+    assert "rank 0: the norm is beyond torch.float32" in results[0][0]
+    infinite = 1 if layout == "unsharded" else 2
+    assert [is_inf for _, is_inf in results] == [True] * infinite + [False] * (4 - infinite)
 
 
-def test_group_that_lacks_ranks_of_a_mesh_is_refused_by_all_its_ranks():
+@pytest.mark.parametrize("p", [1e-310, 1e-3, 1e308])
+def test_extreme_orders_do_not_fail_on_one_rank(p):
     def rank_main(rank):
-        group = dist.new_group([0, 1])
+        mesh = mesh_of("gloo", (2, 2), ("replicate", "shard"))
+        shard = torch.full((4,), 3.0 if rank < 2 else 0.0)
+        param = parameter_of_shard(shard, mesh, [Replicate(), Shard(0)])
+        return clip_grad_norm_([param], math.inf, p).item()
+
+    assert run_ranks(rank_main, 4) == [math.inf, math.inf, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("how", ["group", "dtensor-seen"])
+def test_iterable_that_raises_on_one_rank_is_raised_by_all(how):
+    def rank_main(rank):
         param = dense("gloo")
-        if rank >= 2:
-            return None
-        return str(error_of([param], 1.0, group=group))
 
-    messages = run_ranks(rank_main, 4)
-    for rank in (0, 1):
-        assert "ranks 2-3" in messages[rank]
-        assert "reduction_group" in messages[rank]
+        def listing():
+            yield param
+            if rank == 1:
+                raise KeyError("listing broke")
 
-
-def test_group_without_a_usable_backend_is_refused_early(tmp_path):
-    """pytorch#136156: the error came from deep inside and did not say what to do."""
-
-    def rank_main(rank, folder):
-        def create(store, rank, size, timeout):
-            return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-        dist.Backend.register_backend("elsewhere", create, devices=["xpu"])
-        store = dist.FileStore(os.path.join(folder, "store"), 2)
-        dist.init_process_group("xpu:elsewhere", store=store, rank=rank, world_size=2)
-        with pytest.raises(ValueError, match=r"xpu:elsewhere.*cpu:gloo"):
-            clip_grad_norm_([parameter(torch.ones(1))], 1.0, group=dist.group.WORLD)
-
-    run_ranks(rank_main, 2, str(tmp_path), backend="none")
-
-
-@pytest.mark.simnpu
-def test_group_with_both_backends_uses_the_accelerator_whoever_is_resident():
-    def rank_main(rank):
-        backend = "cpu:gloo,npu:hccl"
-        params = [dense(backend, on_host=rank % 2 == 0), expert(backend, on_host=rank < 2)]
-        reducer = NormReducer()
-        reducer.clip_(params, math.inf)
-        result = reducer.clip_(params, 1.0)
-        fetches = 0 if rank == 0 else 1
-        assert result.copies.collectives == 1
-        assert result.copies.d2h == 1 + fetches
-        assert result.total_norm.device.type == ("cpu" if rank == 0 else "npu")
-        return result.total_norm.item()
-
-    norms = run_ranks(rank_main, 4, backend="cpu:gloo,npu:hccl")
-    assert len(set(norms)) == 1
-    assert round(norms[0], 3) == 903.549
-
-
-@both
-def test_reduction_group_of_the_ranks_that_train(backend):
-    def rank_main(rank):
-        from torch.distributed.device_mesh import DeviceMesh
-
-        world_mesh = mesh_of(backend, (2, 2), ("job", "fsdp"))
-        mesh = world_mesh["fsdp"]
-        assert isinstance(mesh, DeviceMesh)
-        group = reduction_group(None if rank < 2 else mesh)
-        if rank < 2:
-            assert group is dist.group.WORLD
-            return None
-        assert dist.get_process_group_ranks(group) == [2, 3]
-        param = parameter(torch.tensor([3.0, 4.0]), mesh, [Shard(0)])
-        return clip_grad_norm_([param], 1.0, group=group).item()
-
-    assert run_ranks(rank_main, 4, backend=backend) == [None, None, 5.0, 5.0]
-
-
-def test_reduction_group_of_a_mesh_over_all_ranks_is_the_default_group():
-    def rank_main(rank):
-        return reduction_group(mesh_of("gloo", (2, 2))) is dist.group.WORLD
-
-    assert run_ranks(rank_main, 4) == [True] * 4
-
-
-def test_reduction_group_needs_torch_distributed():
-    with pytest.raises(ValueError, match="initialized"):
-        reduction_group(None)
-
-
-def test_group_without_torch_distributed_is_refused():
-    with pytest.raises(ValueError, match="not initialized"):
-        clip_grad_norm_([parameter(torch.ones(1))], 1.0, group=object())
-
-
-def test_partial_gradients_that_differ_in_size_are_refused_by_all():
-    def rank_main(rank):
-        mesh = mesh_of("gloo", (4,))
-        param = parameter_of_shard(torch.ones(3 + (rank == 1)), mesh, [Partial()])
-        return str(error_of([param], 1.0))
-
-    messages = run_ranks(rank_main, 4)
-    assert len(set(messages)) == 1
-    assert "parameters[0]" in messages[0]
-
-
-@both
-@pytest.mark.parametrize("op", ["sum", "avg"])
-def test_partial_gradient_that_some_ranks_lack(backend, op):
-    """2-D: summed over `replicate`, sharded over `shard`; rank 3's addend is missing."""
-
-    def rank_main(rank):
-        mesh = mesh_of(backend, (2, 2), ("replicate", "shard"))
-        addend = torch.full((5,), float(rank + 1))
-        param = parameter_of_shard(addend, mesh, [Partial(op), Shard(0)])
-        plain = dense(backend)
-        if rank == 3:
-            param.grad = None
-        norms = [clip_grad_norm_([param, plain], math.inf, p).item() for p in (2.0, math.inf)]
-        return norms, get_total_norm([plain.grad]).item()
-
-    share = 1.0 if op == "sum" else 0.5
-    sums = torch.cat([torch.full((5,), 1.0 + 3.0), torch.full((5,), 2.0)]).double() * share
-    both_grads = torch.cat([sums, torch.arange(1.0, 33.0).double()])
-    expected = [torch.linalg.vector_norm(both_grads, p).item() for p in (2.0, math.inf)]
-    for norms, after in run_ranks(rank_main, 4, backend=backend):
-        assert norms == pytest.approx(expected, rel=1e-6)
-        assert round(after, 3) == 106.958
-
-
-def test_nan_in_a_partial_gradient_reaches_all_ranks():
-    def rank_main(rank):
-        mesh = mesh_of("gloo", (4,))
-        param = parameter_of_shard(torch.ones(6), mesh, [Partial()])
-        if rank == 1:
-            local_grad(param)[4] = math.nan
+        group = dist.group.WORLD if how == "group" else None
         norm = clip_grad_norm_([param], math.inf).item()
-        before = local_grad(param).clone()
-        with pytest.raises(RuntimeError, match="non-finite"):
-            clip_grad_norm_([param], 1.0, error_if_nonfinite=True)
-        torch.testing.assert_close(local_grad(param), before, equal_nan=True)
-        return norm
+        with pytest.raises(RuntimeError, match="rank 1: KeyError: 'listing broke'"):
+            clip_grad_norm_(listing(), 1.0, group=group)
+        assert clip_grad_norm_([param], math.inf).item() == norm
 
-    assert all(math.isnan(norm) for norm in run_ranks(rank_main, 4))
+    run_ranks(rank_main, 4)
+
+
+def test_error_whose_message_cannot_be_printed_does_not_hang_the_others():
+    class MuteError(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    def rank_main(rank):
+        param = dense("gloo")
+
+        def listing():
+            yield param
+            if rank == 1:
+                raise MuteError
+
+        with pytest.raises(RuntimeError, match="rank 1: MuteError: "):
+            clip_grad_norm_(listing(), 1.0)
+
+    run_ranks(rank_main, 4)
+
+
+def test_complex_magnitude_beyond_float32_is_infinite_on_any_number_of_ranks():
+    grad = torch.full((2,), complex(3e38, 3e38), dtype=torch.complex64)
+    assert get_total_norm([grad], math.inf).isinf()
+
+    def rank_main(rank):
+        param = parameter(grad, mesh_of("gloo", (2,)), [Shard(0)])
+        return get_total_norm([param.grad], math.inf).item()
+
+    assert run_ranks(rank_main, 2) == [math.inf, math.inf]
+
+
+def test_nothing_to_measure_is_no_reason_to_raise():
+    """The -inf norm of nothing is inf."""
+
+    def rank_main(rank):
+        param = parameter(torch.ones(1), mesh_of("gloo", (2,)), [Shard(0)])
+        if rank == 0:
+            param.grad = None
+        return clip_grad_norm_([param], 1.0, -math.inf, error_if_nonfinite=True).item()
+
+    assert run_ranks(rank_main, 2) == [math.inf, math.inf]
+
+
+def test_minus_zero_is_the_same_request_as_zero():
+    def rank_main(rank):
+        param = dense("gloo")
+        return clip_grad_norm_([param], math.inf, -0.0 if rank else 0.0).item()
+
+    assert run_ranks(rank_main, 4) == [32.0] * 4

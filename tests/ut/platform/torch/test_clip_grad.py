@@ -12,6 +12,7 @@ from hyper_parallel import NormReducer, clip_grad_norm_, get_total_norm
 from tests.ranks import run_ranks
 from tests.reference import assert_rounds_sqrt, exact_pow_sum
 from tests.sharding import (
+    both,
     dense,
     device_of,
     expert,
@@ -21,9 +22,6 @@ from tests.sharding import (
     parameter,
     parameter_of_shard,
 )
-
-BACKENDS = [pytest.param("gloo"), pytest.param("hccl", marks=pytest.mark.simnpu)]
-both = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def seeded(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -246,6 +244,24 @@ def test_device_resident_gradients_give_the_same_bits(backend):
 
     results = run_ranks(rank_main, 4, backend=backend)
     assert round(results[0][0], 3) == 903.549
+
+
+@pytest.mark.simnpu
+def test_device_resident_gradients_cost_one_copy_down_more():
+    from hyper_parallel.testing import simnpu
+
+    def rank_main(rank):
+        params = [dense("hccl", on_host=False), expert("hccl", on_host=False)]
+        reducer = NormReducer()
+        reducer.clip_(params, math.inf)
+        simnpu.reset_counters()
+        copies = reducer.clip_(params, 1.0).copies
+        counters = simnpu.counters()
+        measured = [counters[k] for k in ("h2d", "collectives", "d2h", "host_syncs")]
+        assert measured == [copies.h2d, copies.collectives, copies.d2h, copies.host_syncs]
+        return measured
+
+    assert run_ranks(rank_main, 4, backend="hccl") == [[1, 1, 2, 2]] * 4
 
 
 def test_strided_shard_counts_as_sharded():

@@ -33,7 +33,7 @@ def grid_sums(draw: st.DrawFn) -> int:
     return draw(st.integers(0, 1 << 60)) << bits >> 60
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(grid_sums(), st.sampled_from([torch.float32, torch.float64]))
 def test_norm_of_two_is_correctly_rounded(grid_sum, dtype):
     norm = round_norm(LaneTotal(grid_sum=grid_sum), 2.0, dtype)

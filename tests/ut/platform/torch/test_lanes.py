@@ -3,11 +3,10 @@
 import pytest
 import torch.distributed as dist
 
-from hyper_parallel.platform.torch.exchange import resolve_group
-from hyper_parallel.platform.torch.lanes import agree, describe_ranks, forget, known_layout
+from hyper_parallel.platform.torch.lanes import agree, describe_ranks
+from hyper_parallel.platform.torch.reduction_groups import resolve_group
 from tests.ranks import run_ranks
-
-BACKENDS = [pytest.param("gloo"), pytest.param("hccl", marks=pytest.mark.simnpu)]
+from tests.sharding import both
 
 
 @pytest.mark.parametrize(
@@ -24,7 +23,7 @@ def test_ranks_are_described_in_few_words(ranks, text):
     assert describe_ranks(ranks) == text
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@both
 def test_layout_is_the_union_sorted_and_equal_everywhere(backend):
     """Overlapping, not nested rank sets; rank 3 knows none."""
     known = {
@@ -37,7 +36,7 @@ def test_layout_is_the_union_sorted_and_equal_everywhere(backend):
     def rank_main(rank):
         group = resolve_group(None)
         layout = agree(group, known[rank])
-        assert known_layout(group) == layout
+        assert group.layout == layout
         return layout
 
     layouts = run_ranks(rank_main, 4, backend=backend)
@@ -70,10 +69,8 @@ def test_layouts_belong_to_their_group():
         agree(world, [(0, 1, 2)])
         if rank < 2:
             agree(resolve_group(half), [(0, 1)])
-            assert known_layout(resolve_group(half)).lane_of == {(0, 1): 0}
-            forget(resolve_group(half))
-            assert known_layout(resolve_group(half)) is None
-        return known_layout(world).lane_of
+            assert resolve_group(half).layout.lane_of == {(0, 1): 0}
+        return resolve_group(None).layout.lane_of
 
     assert run_ranks(rank_main, 3) == [{(0, 1, 2): 0}] * 3
 
@@ -86,7 +83,7 @@ def test_rank_sets_outside_the_group_are_refused_on_every_rank_of_it():
         group = resolve_group(half)
         with pytest.raises(ValueError, match="ranks 2, which are not in the group"):
             agree(group, [(0, 1, 2)] if rank == 0 else [])
-        assert known_layout(group) is None
+        assert group.layout is None
         return True
 
     assert run_ranks(rank_main, 3) == [True, True, None]

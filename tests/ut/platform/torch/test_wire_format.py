@@ -37,7 +37,7 @@ def as_tensor(lane) -> torch.Tensor:
     return torch.tensor(lane, dtype=torch.float32)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.lists(finite, min_size=1, max_size=12), group_sizes, st.randoms(use_true_random=False))
 def test_sum_over_ranks_is_exact(values, group_size, rng):
     values = values[:group_size]
@@ -47,7 +47,7 @@ def test_sum_over_ranks_is_exact(values, group_size, rng):
     assert reduced.grid_sum * GRID == sum(Fraction(value) for value in values)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(finite, group_sizes)
 def test_sum_is_exact_when_every_rank_fills_every_digit(value, group_size):
     """The worst case for float32: all ranks contribute to the same digits."""
@@ -69,7 +69,7 @@ def test_combine_within_a_rank_rounds_once(values):
     try:
         assert combined == PartialNorm(float(exact))
     except OverflowError:
-        assert combined == PartialNorm(0.0, num_inf=1)
+        assert combined == PartialNorm(0.0, overflows=True)
 
 
 @pytest.mark.parametrize(("group_size", "floats"), [(2, 92), (128, 124), (8192, 191)])
@@ -92,7 +92,6 @@ def test_counts_saturate_instead_of_losing_exactness():
     assert total.num_nan == total.num_inf == 8192 * (2**wire.digit_bits - 1)
 
 
-@settings(deadline=None)
 @given(st.lists(st.one_of(st.none(), st.floats(0, 2.0**127, width=32)), min_size=1, max_size=9))
 @pytest.mark.parametrize("norm_type", [math.inf, -math.inf])
 def test_extrema_of_float32_are_exact(norm_type, values):
@@ -120,7 +119,7 @@ votes = st.builds(Votes, *[st.booleans()] * len(dataclasses.fields(Votes)))
 @given(st.lists(votes, min_size=2, max_size=9), st.sampled_from([2.0, math.inf]), st.integers(0))
 def test_votes_are_or_ed_over_ranks(ballots, norm_type, seed):
     wire = WireFormat(len(ballots), norm_type)
-    stamp = fingerprint("same", float(seed % 97))
+    stamp = fingerprint(float(seed % 97))
     headers = torch.stack([as_tensor(wire.pack(ballot, stamp, [])) for ballot in ballots])
     reduced = headers.sum(0) if wire.op == "sum" else headers.amax(0)
     assert wire.decode_header(reduced.tolist(), stamp) == Votes(
@@ -128,7 +127,7 @@ def test_votes_are_or_ed_over_ranks(ballots, norm_type, seed):
     )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.tuples(st.sampled_from([2.0, 1.0, math.inf, -math.inf]), st.integers(0, 2)),

@@ -1,42 +1,35 @@
-"""What the ranks of a group tell each other outside the one reduce per clip.
+"""The groups that clips reduce over, and what their ranks tell each other outside the reduce.
 
-Small collectives on integer tensors, no pickle: the agreement on a layout, the account of a
-failure, float64 extrema. And the meeting: before their first collective the ranks check in on the
-group's store, where a rank that never comes can be named, which a hanging collective cannot do.
+Small collectives on integer tensors, no pickle: for the agreement on a layout, the account of a
+failure, float64 extrema.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-import logging
-import time
 import weakref
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
 from .clip_result import Copies
-from .lanes import describe_ranks
-from .torch_private import all_gather_rows, group_store, group_timeout
+from .torch_private import all_gather_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .torch_private import KeyValueStore
+    from .lanes import Layout
+    from .norm_reducer import StagingBuffer
 
 __all__ = ["ReductionGroup", "reduction_group", "resolve_group"]
 
-_logger = logging.getLogger("hyper_parallel")
-
-_PATIENCE = timedelta(seconds=5)
 _MANY_DEVICES = ("gloo", "mpi", "ucc")
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, ReductionGroup] = weakref.WeakKeyDictionary()
-_meetings: dict[str, int] = {}
 
 
 class ReductionGroup:
@@ -45,9 +38,9 @@ class ReductionGroup:
     Attributes:
         rank: This rank, global. Inside the group: `group_rank`.
         ranks: Global ranks of the group, by group rank.
-        device: Where a tensor must live to be reduced. Decided by the group's backends alone, so
-            that it is the same on all ranks, never by where this rank's gradients happen to be.
-        memory: What later calls on the same group need: layout, buffer. Dies with the group.
+        layout: What its ranks agreed on last; None before the first time, and after an exception
+            in a collective.
+        staging: The buffer of its reduces.
         copies: What all exchanges and reduces over the group have cost so far.
     """
 
@@ -56,8 +49,8 @@ class ReductionGroup:
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.rank = dist.get_rank()
         self.group_rank = dist.get_rank(group)
-        self.device = _resolve_device(group)
-        self.memory: dict[str, Any] = {}
+        self.layout: Layout | None = None
+        self.staging: StagingBuffer | None = None
         self.copies = Copies()
 
     @property
@@ -72,6 +65,15 @@ class ReductionGroup:
             raise RuntimeError("the process group was destroyed; make a new NormReducer")
         return group
 
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """Where a tensor must live to be reduced.
+
+        Decided by the group's backends, never by where this rank's gradients happen to be; when
+        the ranks first meet they check that all of them found the same kind. Fixed then.
+        """
+        return _resolve_device(self.group)
+
     @property
     def size(self) -> int:
         """Number of ranks."""
@@ -79,71 +81,41 @@ class ReductionGroup:
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Return every rank's list of int64 values; the lists may differ in length."""
-        lengths = self._gather(torch.tensor([len(values)], dtype=torch.int64))
-        longest = max(row[0] for row in lengths)
-        if longest == 0:
-            return [[] for _ in self.ranks]
-        padded = torch.zeros(longest, dtype=torch.int64)
-        padded[: len(values)] = torch.tensor(list(values), dtype=torch.int64)
-        rows = self._gather(padded)
-        return [row[: length[0]] for row, length in zip(rows, lengths, strict=True)]
+        rows = self._gather(torch.tensor(values, dtype=torch.int64, device="cpu"))
+        return [row.tolist() for row in rows]
 
     def gather_json(self, value: object) -> list[Any]:
-        """Return every rank's JSON-able value; meant for a few kilobytes a rank."""
-        return [
-            json.loads(bytes(row)) for row in self.gather_ints(list(json.dumps(value).encode()))
-        ]
+        """Return every rank's JSON-able value; meant for few ranks with something, others None."""
+        text = b"" if value is None else json.dumps(value).encode()
+        rows = self._gather(torch.tensor(list(text), dtype=torch.uint8, device="cpu"))
+        return [json.loads(bytes(row.tolist())) if row.numel() else None for row in rows]
 
     def sum_ints(self, values: Sequence[int]) -> list[int]:
         """Return the sum over ranks of equally long lists; sums must fit int32."""
-        tensor = torch.tensor(list(values), dtype=torch.int32).to(self.device)
+        tensor = torch.tensor(values, dtype=torch.int32, device="cpu").to(self.device)
         dist.all_reduce(tensor, group=self.group)
         summed: list[int] = tensor.tolist()
         self._count_exchange()
         return summed
 
-    def meet(self) -> None:
-        """Wait on the store until every rank of the group is here.
+    def _gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's 1-D tensor of one dtype, on the CPU; lengths may differ."""
+        own_length = torch.tensor([values.numel()], dtype=torch.int64, device="cpu")
+        lengths = self._gather_equal(own_length).flatten().tolist()
+        longest = max(lengths)
+        if longest == 0:
+            return [values] * self.size
+        padded = values.new_zeros(longest)
+        padded[: values.numel()] = values
+        rows = self._gather_equal(padded)
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
-        Raises:
-            RuntimeError: At the group's timeout, naming the ranks that did not come.
-        """
-        group = self.group
-        store = group_store(group)
-        timeout = group_timeout(group, self.device)
-        # A store may outlive a group of the same name (torchrun's does): count the meetings.
-        number = _meetings[group.group_name] = _meetings.get(group.group_name, 0) + 1
-        prefix = f"hyper_parallel/{group.group_name}/{number}"
-        keys = {rank: f"{prefix}/{rank}" for rank in self.ranks}
-        store.set(keys[self.rank], "here")
-        if store.add(f"{prefix}/count", 1) == self.size:
-            store.set(f"{prefix}/all", "here")
-        start = time.monotonic()
-        if _wait(store, f"{prefix}/all", min(_PATIENCE, timeout)):
-            return
-        _logger.warning(
-            "rank %d: waiting for rank(s) %s to clip gradients over this group for the first "
-            "time; if they do not train this model, pass group=",
-            self.rank,
-            describe_ranks(_missing(store, keys)),
-        )
-        if _wait(store, f"{prefix}/all", timeout - timedelta(seconds=time.monotonic() - start)):
-            return
-        raise RuntimeError(
-            f"rank {self.rank}: rank(s) {describe_ranks(_missing(store, keys))} did not come to "
-            f"clip gradients over the group of ranks {describe_ranks(self.ranks)} within "
-            f"{timeout.total_seconds():g} s; every rank of the group must call. If they do not "
-            "train this model, pass group=reduction_group(mesh); if their list of parameters may "
-            "hold no DTensor, clip through NormReducer(model)"
-        )
-
-    def _gather(self, row: torch.Tensor) -> list[list[int]]:
-        """Return the equally long int64 rows of all ranks."""
+    def _gather_equal(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the equally long rows of all ranks, [group size, length], on the CPU."""
         gathered = torch.empty(self.size * row.numel(), dtype=row.dtype, device=self.device)
         all_gather_rows(gathered, row.to(self.device), self.group)
-        rows: list[list[int]] = gathered.view(self.size, -1).tolist()
         self._count_exchange()
-        return rows
+        return gathered.cpu().view(self.size, -1)
 
     def _count_exchange(self) -> None:
         """Count one blocking copy up, one collective, one blocking copy down."""
@@ -223,6 +195,8 @@ def _resolve_device(group: dist.ProcessGroup) -> torch.device:
     backends = dict(pair.split(":", 1) for pair in config.split(","))
     for device_type, backend in backends.items():
         if device_type != "cpu" and backend not in _MANY_DEVICES and _is_usable(device_type):
+            if group.bound_device_id is not None:
+                return group.bound_device_id
             index = torch.get_device_module(device_type).current_device()
             return torch.device(device_type, index)
     if "cpu" in backends:
@@ -239,22 +213,3 @@ def _is_usable(device_type: str) -> bool:
         return bool(torch.get_device_module(device_type).is_available())
     except (RuntimeError, AttributeError):
         return False
-
-
-def _wait(store: KeyValueStore, key: str, timeout: timedelta) -> bool:
-    try:
-        store.wait([key], max(timeout, timedelta(milliseconds=1)))
-    except RuntimeError:  # what every store raises at its timeout
-        return store.check([key])
-    return True
-
-
-def _missing(store: KeyValueStore, keys: dict[int, str]) -> list[int]:
-    """Return the ranks whose key is not set, halving: a store only says whether all of some are."""
-    if not keys or store.check(list(keys.values())):
-        return []
-    if len(keys) == 1:
-        return list(keys)
-    items = list(keys.items())
-    middle = len(items) // 2
-    return _missing(store, dict(items[:middle])) + _missing(store, dict(items[middle:]))

@@ -4,14 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 # The stamp's name holds what was installed, so that a changed list is installed anew.
-STAMP := $(VENV)/.installed-$(shell cksum pyproject.toml Makefile | cksum | cut -d' ' -f1)
+KERNEL_SOURCES := $(sort $(wildcard kernels/host/csrc/*))
+STAMP_SOURCES := pyproject.toml setup.py Makefile $(KERNEL_SOURCES)
+STAMP := $(VENV)/.installed-$(shell cksum $(STAMP_SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test test-asan test-tsan test-aarch64 lint setup clean
 
 setup: $(STAMP)
 	@$(BIN)/python -c "from hyper_parallel.testing import simnpu; simnpu.install()"
 
-$(STAMP): pyproject.toml Makefile
+$(STAMP): $(STAMP_SOURCES)
 	@echo "setup: installing $(TORCH) and the test packages into $(VENV), a minute or two"
 	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
@@ -24,6 +26,31 @@ demo: setup
 
 test: setup lint
 	$(BIN)/python -m pytest -m "not device"
+
+# The host kernels under sanitizers and on another processor; not in CI.
+CHECK_SOURCES := $(filter %.cpp,$(KERNEL_SOURCES)) tests/kernels/host_check.cpp
+CHECK_FLAGS := -std=c++17 -ffp-contract=off -fno-math-errno -pthread -Wall -Wextra -Wconversion -Werror
+
+test-asan:
+	mkdir -p build
+	$(CXX) $(CHECK_FLAGS) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all \
+		$(CHECK_SOURCES) -o build/host_check_asan
+	build/host_check_asan
+
+test-tsan:
+	mkdir -p build
+	$(CXX) $(CHECK_FLAGS) -O1 -g -fsanitize=thread $(CHECK_SOURCES) -o build/host_check_tsan
+	build/host_check_tsan --no-fork
+
+# NEON must give the bits that this processor gives.
+test-aarch64:
+	command -v aarch64-linux-gnu-g++ qemu-aarch64-static > /dev/null || \
+		(apt-get update -q && apt-get install -q -y g++-aarch64-linux-gnu qemu-user-static)
+	mkdir -p build
+	$(CXX) $(CHECK_FLAGS) -O2 $(CHECK_SOURCES) -o build/host_check
+	aarch64-linux-gnu-g++ $(CHECK_FLAGS) -O2 -static $(CHECK_SOURCES) -o build/host_check_aarch64
+	build/host_check > build/digest
+	qemu-aarch64-static build/host_check_aarch64 | diff build/digest -
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -48,6 +48,7 @@ def clip_grad_norm_(
     foreach: bool | None = None,  # noqa: FBT001
     *,
     group: dist.ProcessGroup | None = None,
+    reproducible: bool = False,
 ) -> torch.Tensor:
     """Clip the norm of all gradients taken as one vector, in place, and return that norm.
 
@@ -66,6 +67,9 @@ def clip_grad_norm_(
         foreach: False for plain operators, one tensor at a time; else multi-tensor kernels.
         group: Ranks to reduce over; the default group if None. Pass `reduction_group(mesh)` if some
             ranks of the default group do not train this model.
+        reproducible: Sum squares exactly, so that the norm has the same bits however the gradients
+            are sharded and ordered, at about 1.3 times the host pass. p = 2 and no float64;
+            Partial gradients are summed by the group first, in its own order.
 
     Returns:
         The total norm before clipping: 0-dim, float32 (float64 if any gradient in the group is),
@@ -84,7 +88,9 @@ def clip_grad_norm_(
         RuntimeError: If the norm is not finite and error_if_nonfinite, or the reduction fails.
             All on every rank alike, naming ranks and parameters, with no gradient changed.
     """
-    asked = (max_norm, norm_type, error_if_nonfinite)
+    asked = functools.partial(
+        ClipRequest.validated, max_norm, norm_type, error_if_nonfinite, reproducible=reproducible
+    )
     return _clip_listed(functools.partial(ParameterList, parameters), group, asked, foreach)
 
 
@@ -96,13 +102,16 @@ def get_total_norm(
     foreach: bool | None = None,  # noqa: FBT001
     *,
     group: dist.ProcessGroup | None = None,
+    reproducible: bool = False,
 ) -> torch.Tensor:
     """Return the norm of all tensors taken as one vector.
 
     As `clip_grad_norm_` does, whose arguments, ranks and errors are the same, but for gradients
     instead of parameters, and without changing them.
     """
-    asked = (math.inf, norm_type, error_if_nonfinite)
+    asked = functools.partial(
+        ClipRequest.validated, math.inf, norm_type, error_if_nonfinite, reproducible=reproducible
+    )
     listing = functools.partial(ParameterList, tensors, are_gradients=True)
     return _clip_listed(listing, group, asked, foreach)
 
@@ -150,6 +159,7 @@ class NormReducer:
         model: If given, the group's ranks agree on its rank sets here, so that the first clip costs
             what every clip costs, and errors name its parameters.
         group: Ranks to reduce over; the default group if None.
+        reproducible: See `clip_grad_norm_`.
 
     Ranks: all of the group construct it, if `model` is given.
 
@@ -161,9 +171,14 @@ class NormReducer:
 
     @not_compiled
     def __init__(
-        self, model: torch.nn.Module | None = None, *, group: dist.ProcessGroup | None = None
+        self,
+        model: torch.nn.Module | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        reproducible: bool = False,
     ) -> None:
         self._group = resolve_group(group)
+        self._reproducible = reproducible
         self._names: Mapping[int, str] = {}
         if model is not None:
             listed = ParameterList(model)
@@ -185,7 +200,13 @@ class NormReducer:
 
         Ranks: all of the group.
         """
-        asked = (max_norm, norm_type, error_if_nonfinite)
+        asked = functools.partial(
+            ClipRequest.validated,
+            max_norm,
+            norm_type,
+            error_if_nonfinite,
+            reproducible=self._reproducible,
+        )
         return _clip(
             self._group, lambda: ParameterList(parameters, self._names), asked, foreach=foreach
         )
@@ -194,7 +215,7 @@ class NormReducer:
 def _clip_listed(
     list_parameters: Callable[[], ParameterList],
     group: dist.ProcessGroup | None,
-    asked: tuple[float, float, bool],
+    asked: Callable[[], ClipRequest],
     foreach: bool | None,  # noqa: FBT001
 ) -> torch.Tensor:
     """Clip over `group`, or the default group; a list without any DTensor is local, as in torch."""
@@ -252,7 +273,7 @@ class _Local:
 def _clip(
     group: ReductionGroup | None,
     list_parameters: Callable[[], ParameterList],
-    asked: tuple[float, float, bool],
+    asked: Callable[[], ClipRequest],
     *,
     foreach: bool | None,
 ) -> ClipResult:
@@ -263,15 +284,19 @@ def _clip(
 
     with LocalFailure() as failure:
         # 1. Collect: parameters to gradient shards with their rank sets.
-        request = local.request = ClipRequest.validated(*asked)
+        request = local.request = asked()
         local.listed = list_parameters()
         local.shards = collect_grad_shards(local.listed, writable=request.changes_gradients)
         _validate_reach(group, local.shards)
+        request.validate_dtypes(shard.local.dtype for shard in local.shards)
         stopwatch.lap("collect")
 
         # 2. Measure: one pass over the shards.
-        tensors = [shard.local for shard in local.whole]
-        partials, local.fetched = measure(tensors, request.norm_type)
+        partials, local.fetched = measure(
+            [shard.local for shard in local.whole],
+            request.norm_type,
+            reproducible=request.reproducible,
+        )
         local.measured = list(zip(local.whole, partials, strict=True))
         stopwatch.lap("measure")
 
@@ -285,7 +310,9 @@ def _clip(
     # 4. Move and reduce: one copy up, one all-reduce, one copy down.
     reduced = ReducedLanes(votes, totals={})
     if group is not None:
-        contribution = Contribution(by_rank_set, votes, failure, local.pending)
+        contribution = Contribution(
+            by_rank_set, votes, failure, local.pending, reproducible=request.reproducible
+        )
         reduced = reduce_lanes(group, contribution, wire, request.stamp)
     agreed = _settle(group, reduced.votes, local, failure)
     stopwatch.lap("reduce")

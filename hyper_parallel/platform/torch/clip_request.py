@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hyper_parallel.kernels.host import EXACT_DTYPES
 
 from .wire_format import fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
 
 __all__ = ["NOTHING_ASKED", "ClipRequest"]
 
@@ -18,11 +26,13 @@ class ClipRequest:
         max_norm: 0 or more; inf to measure only.
         norm_type: Any p >= 0, inf or -inf.
         error_if_nonfinite: Whether to raise if the norm is NaN or infinite.
+        reproducible: Whether sums are exact, so that no sharding changes a bit of the norm.
     """
 
     max_norm: float
     norm_type: float
     error_if_nonfinite: bool
+    reproducible: bool = False
 
     @classmethod
     def validated(
@@ -30,6 +40,8 @@ class ClipRequest:
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - the order of torch's arguments
+        *,
+        reproducible: bool = False,
     ) -> ClipRequest:
         """Check what the user passed.
 
@@ -44,8 +56,28 @@ class ClipRequest:
             )
         if not (norm_type >= 0 or norm_type == -math.inf):
             raise ValueError(f"expected norm_type >= 0, inf or -inf, got {norm_type}")
+        if reproducible and norm_type != 2.0:
+            raise ValueError(
+                f"expected norm_type 2 with reproducible=True, got {norm_type}: only squares are "
+                "summed exactly; pass reproducible=False"
+            )
         # + 0.0 turns -0.0 into 0.0, which the stamp would tell apart.
-        return cls(max_norm + 0.0, norm_type + 0.0, bool(error_if_nonfinite))
+        return cls(max_norm + 0.0, norm_type + 0.0, bool(error_if_nonfinite), bool(reproducible))
+
+    def validate_dtypes(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Check that gradients of these dtypes can be measured as asked.
+
+        Raises:
+            ValueError: If squares of one have no place on the grid of exact sums.
+        """
+        if not self.reproducible:
+            return
+        unfit = sorted({str(dtype) for dtype in dtypes if dtype not in EXACT_DTYPES})
+        if unfit:
+            raise ValueError(
+                "expected float32, bfloat16 and float16 gradients with reproducible=True, got "
+                f"{', '.join(unfit)}; pass reproducible=False"
+            )
 
     @property
     def changes_gradients(self) -> bool:
@@ -55,7 +87,8 @@ class ClipRequest:
     @property
     def stamp(self) -> int:
         """60 bits that differ between ranks that ask for different clips."""
-        return fingerprint(self.max_norm, self.norm_type, float(self.error_if_nonfinite))
+        flags = (float(self.error_if_nonfinite), float(self.reproducible))
+        return fingerprint(self.max_norm, self.norm_type, *flags)
 
 
 NOTHING_ASKED = ClipRequest(math.inf, 2.0, error_if_nonfinite=False)

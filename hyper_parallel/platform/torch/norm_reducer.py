@@ -42,12 +42,14 @@ class Contribution:
         failure: What failed on it so far. It brings nothing else then, and the others learn of it.
         pending: Its Partial gradients. Their rank sets, and the ranks of their sums, are among
             `partials`, if need be with the identity.
+        reproducible: Whether to sum the squares of those exactly.
     """
 
     partials: Mapping[RankSet, PartialNorm]
     votes: Votes
     failure: LocalFailure
     pending: Sequence[GradShard] = ()
+    reproducible: bool = False
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,14 @@ def _add_up_pending(
     group: ReductionGroup, layout: Layout, brought: Contribution, wire: WireFormat
 ) -> Contribution:
     """Return the contribution with this rank's slices of all Partial gradients' sums."""
-    slices = measure_pending(group, layout, brought.pending, wire.norm_type, brought.failure)
+    slices = measure_pending(
+        group,
+        layout,
+        brought.pending,
+        wire.norm_type,
+        brought.failure,
+        reproducible=brought.reproducible,
+    )
     partials = dict(brought.partials)
     for rank_set, measured in slices.items():
         known = [partials[rank_set]] if rank_set in partials else []

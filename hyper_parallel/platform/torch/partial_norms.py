@@ -1,19 +1,27 @@
 """Gradient shards to partial norms, and the scaling. The only module that knows kernels.
 
-Host shards are measured with torch operators in chunks of float64, in which every square of a
-float32, bfloat16 or float16 is exact: `torch.linalg.vector_norm` accumulates long float32 tensors
-in float32 and is 0.5 % off at 64 Mi elements (tests/ut/platform/torch/test_partial_norms.py).
+Host shards go through `kernels.host`, all in one call. Where there are no kernels, or elements are
+not dense in memory, they are measured with torch operators in chunks of float64, in which every
+square of a float32, bfloat16 or float16 is exact: `torch.linalg.vector_norm` accumulates long
+float32 tensors in float32 and is 0.5 % off at 64 Mi elements
+(tests/ut/platform/torch/test_partial_norms.py).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 from typing import TYPE_CHECKING
 
 import torch
 
+from hyper_parallel.kernels import host
+
 from .clip_result import Copies
+from .exact_fallback import exact_sum_of_squares
+from .finish import GRID_EXPONENT
 from .torch_private import foreach_mul_
 from .wire_format import PartialNorm
 
@@ -29,7 +37,9 @@ _HOST_CHUNK_NUMEL = 1 << 16
 _DEVICE_CHUNK_NUMEL = 1 << 22
 
 
-def measure(tensors: Sequence[torch.Tensor], norm_type: float) -> tuple[list[PartialNorm], Copies]:
+def measure(
+    tensors: Sequence[torch.Tensor], norm_type: float, *, reproducible: bool = False
+) -> tuple[list[PartialNorm], Copies]:
     """Return the partial norm of each tensor, and what fetching those of device tensors cost.
 
     Device tensors are launched first, so that the device works while the host passes run.
@@ -37,47 +47,143 @@ def measure(tensors: Sequence[torch.Tensor], norm_type: float) -> tuple[list[Par
     Args:
         tensors: Gradient shards of any shape, strides, floating or complex dtype and device.
         norm_type: Any p >= 0, inf or -inf.
+        reproducible: Sum squares exactly, those of device tensors on the host; p = 2 only, and no
+            float64.
 
     Accuracy: a host sum of n terms has a relative error below (n / 2^16 + 2^16) * 2^-53, whatever
     the dtype; on a device alike, if it has float64. Where it has none, sums are float32 over
     chunks scaled by the largest element.
 
-    Sync: one per device that holds shards, two if some of them are not finite.
+    Sync: one per device that holds shards, two if some of them are not finite; one per 4 Mi
+    elements on a device if reproducible.
     """
-    on_device = [i for i, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
+    if not reproducible and _are_plain(tensors, norm_type):
+        return _measure_with_kernels(tensors, norm_type), Copies()
     dense = [_dense(tensor, norm_type) for tensor in tensors]
+    if reproducible:
+        return _measure_exactly(dense)
+    on_host = [i for i, tensor in enumerate(tensors) if tensor.is_cpu]
+    on_device = [i for i, tensor in enumerate(tensors) if not tensor.is_cpu]
     launched = [_launch(dense[i], norm_type) for i in on_device]
-    values = [_host_value(t, norm_type) if t.device.type == "cpu" else 0.0 for t in dense]
+    partials = dict(
+        zip(on_host, _measure_on_host([dense[i] for i in on_host], norm_type), strict=True)
+    )
     rows, copies = _fetch(launched)
-    for i, row in zip(on_device, rows, strict=True):
-        values[i] = _unscale(_combine_parts(row[1:], norm_type), row[0], norm_type)
-    partials = [PartialNorm(value) for value in values]
-
-    identity = math.inf if norm_type == -math.inf else 0.0
-    suspects = [i for i, v in enumerate(values) if not (math.isfinite(v) or v == identity)]
-    counts, count_copies = _fetch([_count_nonfinite(dense[i]) for i in suspects])
-    for i, (num_nan, num_inf) in zip(suspects, counts, strict=True):
-        overflows = not (num_nan or num_inf)
-        partials[i] = PartialNorm(identity, int(num_nan), int(num_inf), overflows)
-    return partials, copies + count_copies
+    values = [_unscale(_combine_parts(row[1:], norm_type), row[0], norm_type) for row in rows]
+    counted, count_copies = _to_partials(values, [dense[i] for i in on_device], norm_type)
+    partials |= zip(on_device, counted, strict=True)
+    return [partials[i] for i in range(len(tensors))], copies + count_copies
 
 
 def scale_(tensors: Sequence[torch.Tensor], coef: float, *, foreach: bool) -> None:
     """Multiply tensors in place, each in float32 arithmetic (float64 for float64) and rounded once.
 
     Args:
-        tensors: Gradient shards; those of one dtype and device go through one call if `foreach`.
+        tensors: Gradient shards; those on the host go through one call if `foreach`, and so do
+            those of one dtype and device.
         coef: The clip coefficient.
         foreach: Whether to use multi-tensor kernels, else plain operators, one tensor at a time.
     """
+    on_host: list[torch.Tensor] = []
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        if foreach and _foreach_rounds_once(tensor):
+        if foreach and tensor.is_cpu and _fits_kernels(tensor):
+            on_host.append(tensor)
+        elif foreach and _foreach_rounds_once(tensor):
             groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
         else:
             tensor.mul_(coef)
+    if on_host:
+        host.scale_(on_host, coef)
     for group in groups.values():
         foreach_mul_(group, coef)
+
+
+def _are_plain(tensors: Sequence[torch.Tensor], norm_type: float) -> bool:
+    """Tell whether the kernels take all of them; checked a list at a time, since lists are long."""
+    return (
+        all(map(_is_cpu, tensors))
+        and set(map(_layout_of, tensors)) == {torch.strided}
+        and all(map(torch.Tensor.is_contiguous, tensors))
+        and (norm_type == 2.0 or not any(map(torch.is_complex, tensors)))
+        and bool(host.is_available())
+    )
+
+
+_is_cpu = operator.attrgetter("is_cpu")
+_layout_of = operator.attrgetter("layout")
+
+
+def _measure_on_host(tensors: Sequence[torch.Tensor], norm_type: float) -> list[PartialNorm]:
+    """Measure host tensors, all that the kernels take in one call."""
+    fits = [_fits_kernels(t) and (norm_type == 2.0 or not t.is_complex()) for t in tensors]
+    at_once = list(itertools.compress(tensors, fits))
+    others = [tensor for tensor, fit in zip(tensors, fits, strict=True) if not fit]
+    values = [_host_value(tensor, norm_type) for tensor in others]
+    measured = iter(_measure_with_kernels(at_once, norm_type) if at_once else ())
+    by_operators = iter(_to_partials(values, others, norm_type)[0])
+    return [next(measured) if fit else next(by_operators) for fit in fits]
+
+
+def _measure_with_kernels(tensors: Sequence[torch.Tensor], norm_type: float) -> list[PartialNorm]:
+    norms = host.partial_norms(tensors, norm_type)
+    if norm_type == 0.0:
+        return [PartialNorm(float(count)) for count in norms.num_nonzero]
+    columns = {2.0: "sums_of_squares", math.inf: "max_abs", -math.inf: "min_abs"}
+    values: list[float] = getattr(norms, columns.get(norm_type, "pow_sums"))
+    if all(map(math.isfinite, values)):
+        return list(map(PartialNorm, values))
+    counts = zip(values, norms.num_nan, norms.num_inf, strict=True)
+    return [_to_partial(value, num_nan, num_inf, norm_type) for value, num_nan, num_inf in counts]
+
+
+def _fits_kernels(tensor: torch.Tensor) -> bool:
+    """Tell whether there are kernels for a host tensor: its elements are dense, in any order."""
+    if not host.is_available() or tensor.layout != torch.strided:
+        return False
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _measure_exactly(tensors: Sequence[torch.Tensor]) -> tuple[list[PartialNorm], Copies]:
+    """Sum squares exactly, of host tensors in one call, of others a piece at a time."""
+    fits = [tensor.is_cpu and _fits_kernels(tensor) for tensor in tensors]
+    at_once = list(itertools.compress(tensors, fits))
+    measured = iter(host.exact_sums_of_squares(at_once) if at_once else ())
+    partials: list[PartialNorm] = []
+    num_fetched = 0
+    for tensor, fit in zip(tensors, fits, strict=True):
+        pieces = [next(measured)] if fit else list(map(_exact_sum_of_piece, _pieces(tensor)))
+        num_fetched += 0 if tensor.is_cpu else len(pieces)
+        partials.append(_to_exact_partial(pieces))
+    return partials, Copies(d2h=num_fetched, host_syncs=num_fetched)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield from _chunks(tensor, _chunk_numel(tensor))
+
+
+def _exact_sum_of_piece(piece: torch.Tensor) -> host.ExactSum:
+    dense = piece.cpu().contiguous()
+    if host.is_available():
+        return next(iter(host.exact_sums_of_squares([dense])))
+    return exact_sum_of_squares(dense)
+
+
+def _to_exact_partial(pieces: Sequence[host.ExactSum]) -> PartialNorm:
+    units = sum(piece.units for piece in pieces)
+    num_nan = sum(piece.num_nan for piece in pieces)
+    num_inf = sum(piece.num_inf for piece in pieces)
+    if num_nan or num_inf:
+        return PartialNorm(0.0, num_nan, num_inf)
+    value = math.ldexp(float(units), host.EXACT_EXPONENT)
+    return PartialNorm(value, grid_sum=units << host.EXACT_EXPONENT - GRID_EXPONENT)
 
 
 def _foreach_rounds_once(tensor: torch.Tensor) -> bool:
@@ -100,6 +206,38 @@ def _dense(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     if stores_all or norm_type != -math.inf:
         return values
     return torch.cat([values, values.new_zeros(1)])  # the smallest is one that is not stored
+
+
+def _to_partials(
+    values: Sequence[float], tensors: Sequence[torch.Tensor], norm_type: float
+) -> tuple[list[PartialNorm], Copies]:
+    """Look at the elements of those whose value is not finite."""
+    suspects = [i for i, value in enumerate(values) if not _is_finite(value, norm_type)]
+    rows, copies = _fetch([_count_nonfinite(tensors[i]) for i in suspects])
+    counts = {
+        i: (int(num_nan), int(num_inf))
+        for i, (num_nan, num_inf) in zip(suspects, rows, strict=True)
+    }
+    partials = [
+        _to_partial(value, *counts.get(i, (0, 0)), norm_type) for i, value in enumerate(values)
+    ]
+    return partials, copies
+
+
+def _to_partial(value: float, num_nan: int, num_inf: int, norm_type: float) -> PartialNorm:
+    if _is_finite(value, norm_type):
+        return PartialNorm(value)
+    return PartialNorm(
+        value=math.inf if norm_type == -math.inf else 0.0,
+        num_nan=num_nan,
+        num_inf=num_inf,
+        overflows=not (num_nan or num_inf),
+    )
+
+
+def _is_finite(value: float, norm_type: float) -> bool:
+    """Tell whether a value is a number; the least of nothing, or of infinities, counts as one."""
+    return math.isfinite(value) or value == -norm_type == math.inf
 
 
 def _count_nonfinite(tensor: torch.Tensor) -> torch.Tensor:

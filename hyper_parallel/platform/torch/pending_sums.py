@@ -68,6 +68,8 @@ def measure_pending(
     shards: Sequence[GradShard],
     norm_type: float,
     failure: LocalFailure,
+    *,
+    reproducible: bool = False,
 ) -> Mapping[RankSet, list[PartialNorm]]:
     """Add up all Partial gradients of the group's ranks and measure this rank's slices.
 
@@ -77,6 +79,7 @@ def measure_pending(
         shards: This rank's Partial gradients; may be empty.
         norm_type: As for `measure`.
         failure: Takes what fails on this rank meanwhile; it joins the sums to their end.
+        reproducible: As for `measure`; the sum itself is the group's, in its own order.
 
     Returns:
         Partial norms by the rank set that reads them, of which this rank need not be one.
@@ -98,7 +101,7 @@ def measure_pending(
             with failure:
                 if pending.is_average:
                     slice_ /= num_summed
-                measured, fetched = measure([slice_], norm_type)
+                measured, fetched = measure([slice_], norm_type, reproducible=reproducible)
                 group.copies += fetched
                 partials.setdefault(rank_sets[pending.total_lane], []).extend(measured)
     return partials

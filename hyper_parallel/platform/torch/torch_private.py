@@ -6,6 +6,7 @@ Each function says which torch versions it was read in, so that a rename upstrea
 from __future__ import annotations
 
 import datetime
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar, cast
 
@@ -13,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 from torch.distributed.distributed_c10d import _get_process_group_store
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,8 +30,10 @@ __all__ = [
     "group_store",
     "group_timeout",
     "is_sharded",
+    "local_tensors",
     "not_compiled",
     "reduce_scatter_sum",
+    "specs",
 ]
 
 
@@ -67,6 +70,20 @@ def is_sharded(placement: Placement) -> bool:
     `is_shard()` is False too.
     """
     return isinstance(placement, (Shard, _StridedShard))
+
+
+def local_tensors(dtensors: Iterable[DTensor]) -> list[torch.Tensor]:
+    """Return the shards, without `to_local`'s microseconds and autograd node (2.9 to 2.13)."""
+    return list(map(_local_tensor, dtensors))
+
+
+def specs(dtensors: Iterable[DTensor]) -> list[object]:
+    """Return each one's mesh and placements, as one object (torch 2.9 to 2.13)."""
+    return list(map(_spec, dtensors))
+
+
+_local_tensor = operator.attrgetter("_local_tensor")
+_spec = operator.attrgetter("_spec")
 
 
 def all_gather_rows(output: torch.Tensor, row: torch.Tensor, group: dist.ProcessGroup) -> None:

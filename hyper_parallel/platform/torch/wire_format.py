@@ -5,10 +5,11 @@ lane per rank set. Two formats share its size, so that ranks that disagree on th
 run the same collective and learn of it from the header.
 
 Under SUM (finite norm types) a lane is `[NaN count, inf count, digits...]`: a non-negative
-float64 as base-2^w digits of one fixed-point grid from 2^-1074 to 2^1024, lowest digit first, each
-an integer. With w = 24 - ceil(log2(group size)) the sum of a digit over all ranks stays within
-2^24, where float32 addition is exact in any order, so the reduce adds no rounding whatever its
-algorithm or topology: 124 floats a lane at 128 ranks, 191 at 8192, besides the two counts.
+float64, or an exact sum, as base-2^w digits of one fixed-point grid from 2^-1074 to 2^1024, lowest
+digit first, each an integer. With w = 24 - ceil(log2(group size)) the sum of a digit over all ranks
+stays within 2^24, where float32 addition is exact in any order, so the reduce adds no rounding
+whatever its algorithm or topology: 124 floats a lane at 128 ranks, 191 at 8192, besides the two
+counts.
 
 Under MAX (norm types inf and -inf) a lane is `[NaN flag, inf flag, value, 0...]`, the value
 negated for -inf.
@@ -21,7 +22,7 @@ import math
 import struct
 from array import array
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .finish import GRID_EXPONENT, LaneTotal
 
@@ -35,8 +36,7 @@ _FLOAT32_EXACT_BITS = 24
 _FINGERPRINT_BITS = 60
 
 
-@dataclass(frozen=True)
-class PartialNorm:
+class PartialNorm(NamedTuple):
     """What one rank contributes of one or more gradient shards.
 
     Attributes:
@@ -45,17 +45,26 @@ class PartialNorm:
         num_nan: NaN elements that reach the norm.
         num_inf: Infinite elements that make the norm infinite.
         overflows: Finite elements whose powers sum to more than float64 holds.
+        grid_sum: The sum that `value` rounds, in units of 2^GRID_EXPONENT, where it is known.
     """
 
     value: float
     num_nan: int = 0
     num_inf: int = 0
     overflows: bool = False
+    grid_sum: int | None = None
 
     @property
     def is_nonfinite(self) -> bool:
         """Whether it makes the norm NaN or infinite."""
         return self.num_nan > 0 or self.num_inf > 0 or self.overflows
+
+    def to_grid(self) -> int:
+        """Return the sum in units of 2^GRID_EXPONENT, of which every float64 is a multiple."""
+        if self.grid_sum is not None:
+            return self.grid_sum
+        numerator, denominator = self.value.as_integer_ratio()
+        return numerator << -GRID_EXPONENT - denominator.bit_length() + 1
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,10 @@ class WireFormat:
         self.header_numel = 1 + _NUM_VOTES + 2 * self._num_pieces
 
     def combine(self, partials: Iterable[PartialNorm]) -> PartialNorm:
-        """Combine partial norms of one rank into one; sums are rounded once (math.fsum)."""
+        """Combine partial norms of one rank into one.
+
+        Sums are rounded once (math.fsum), and known exactly if any of them is.
+        """
         partials = list(partials)
         values = [partial.value for partial in partials]
         if self.op == "sum":
@@ -120,11 +132,13 @@ class WireFormat:
         else:
             value = min(values, default=math.inf)
         overflowed = self.op == "sum" and math.isinf(value)
+        is_exact = any(partial.grid_sum is not None for partial in partials)
         return PartialNorm(
             value=0.0 if overflowed else value,
             num_nan=sum(partial.num_nan for partial in partials),
             num_inf=sum(partial.num_inf for partial in partials),
             overflows=overflowed or any(partial.overflows for partial in partials),
+            grid_sum=sum(partial.to_grid() for partial in partials) if is_exact else None,
         )
 
     def to_total(self, partial: PartialNorm) -> LaneTotal:
@@ -160,10 +174,9 @@ class WireFormat:
             most = (1 << self.digit_bits) - 1
             num_inf = partial.num_inf + partial.overflows
             lane[0], lane[1] = min(partial.num_nan, most), min(num_inf, most)
-            numerator, denominator = partial.value.as_integer_ratio()
-            shift = -GRID_EXPONENT - denominator.bit_length() + 1
-            index, low = divmod(shift, self.digit_bits)
-            rest = numerator << low
+            rest = partial.to_grid()
+            index = _num_zero_bits(rest) // self.digit_bits
+            rest >>= index * self.digit_bits
             while rest:
                 lane[2 + index] = rest & most
                 rest >>= self.digit_bits
@@ -204,6 +217,11 @@ class WireFormat:
         """Cut a fingerprint into pieces from 1 to 2^piece_bits; never 0, which proves nothing."""
         mask = (1 << self._piece_bits) - 1
         return [1 + (stamp >> self._piece_bits * i & mask) for i in range(self._num_pieces)]
+
+
+def _num_zero_bits(n: int) -> int:
+    """Return how many low bits of an integer are zero; of 0, none."""
+    return max(0, (n & -n).bit_length() - 1)
 
 
 def _sum_within_float64(values: Sequence[float]) -> float:

@@ -58,7 +58,7 @@ def test_failure_while_partial_gradients_are_added_up_is_raised_by_all(broken):
             name = {"measure": "measure", "addend": "_cost_of_copy"}[broken]
             works = getattr(pending_sums, name)
 
-            def fail(*args):
+            def fail(*args, **options):
                 raise MemoryError("no room")
 
             setattr(pending_sums, name, fail)

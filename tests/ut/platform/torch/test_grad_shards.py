@@ -5,9 +5,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from hyper_parallel.platform.torch import grad_shards
 from hyper_parallel.platform.torch.grad_shards import (
     GradShard,
     ParameterList,
+    Reach,
     collect_grad_shards,
     rank_sets_of,
 )
@@ -153,3 +155,72 @@ def test_only_writable_gradients_are_collected_for_scaling():
     assert len(collect_grad_shards(listed, writable=False)) == 1
     with pytest.raises(TypeError, match="expanded"):
         collect_grad_shards(listed)
+
+
+def spoil(params, case):
+    """Change a list of DTensor parameters so that the quick way may not take all of it."""
+    if case == "gaps":
+        for param in params[5::7]:
+            param.grad = None
+    if case == "twice":
+        params += params[3:5]
+    if case == "main-grad":
+        params[1500].main_grad = torch.ones(4)
+    if case == "fault":
+        params[1501].main_grad = torch.zeros(4, dtype=torch.int64)
+    if case == "no-tensor":
+        params.append(3)
+    if case == "pending":
+        placements = [Partial()]
+        mesh = params[0].device_mesh
+        addend = DTensor.from_local(torch.ones(4), mesh, placements, run_check=False)
+        params[7].grad = addend
+
+
+def outcome_of(listed):
+    try:
+        shards = collect_grad_shards(listed)
+    except TypeError as error:
+        return str(error)
+    return [(shard.local.data_ptr(), *shard[1:]) for shard in shards]
+
+
+@pytest.mark.parametrize(
+    "case", ["plain", "gaps", "twice", "main-grad", "fault", "no-tensor", "pending", "gradients"]
+)
+def test_collecting_many_at_once_is_like_one_by_one(case):
+    """The quick way must find what the loop finds, or leave the list to it."""
+
+    def rank_main(rank):
+        mesh = mesh_of("gloo", (2,))
+        placements = [Replicate(), Shard(0), Shard(0)]
+        params = [
+            parameter(torch.full((4,), float(i)), mesh, [placements[i % 3]]) for i in range(2100)
+        ]
+        spoil(params, case)
+        are_gradients = case == "gradients"
+        tensors = [param.grad for param in params] if are_gradients else params
+        listed = ParameterList(tensors, are_gradients=are_gradients)
+        is_quick = grad_shards._collect_at_once(listed) is not None
+        quickly = outcome_of(listed)
+        grad_shards._collect_at_once = lambda parameters: None
+        return is_quick, quickly, outcome_of(listed)
+
+    for is_quick, quickly, one_by_one in run_ranks(rank_main, 2):
+        assert quickly == one_by_one
+        assert is_quick == (case in ("plain", "gaps", "gradients"))
+
+
+def test_reaches_are_not_remembered_across_ranks():
+    """The same spec on another rank, as after torch.distributed was started anew."""
+    known = grad_shards._KnownReaches()
+
+    def rank_main(rank):
+        mesh = mesh_of("gloo", (2, 2))
+        grad = DTensor.from_local(torch.ones(2), mesh, [Shard(0), Replicate()], run_check=False)
+        known._rank = 99
+        known._reaches[id(grad._spec)] = Reach((7, 8))
+        [reach] = known.of([grad])
+        return reach.rank_set
+
+    assert run_ranks(rank_main, 4) == [(0, 2), (1, 3), (0, 2), (1, 3)]

@@ -1,0 +1,1 @@
+"""Kernels, installed as `hyper_parallel.kernels`; one package per kind of memory."""

@@ -228,13 +228,7 @@ def _clip_listed(
 
 @dataclass
 class _Local:
-    """What this rank knows before the reduce; nothing, or some of it, if it failed on the way.
-
-    Attributes:
-        shards: Its gradient shards.
-        measured: Those that can be measured before the reduce, with their partial norms. Partial
-            gradients wait for their sum.
-    """
+    """What this rank knows before the reduce; nothing, or some of it, if it failed on the way."""
 
     request: ClipRequest = NOTHING_ASKED
     listed: ParameterList = field(default_factory=lambda: ParameterList([]))

@@ -143,25 +143,24 @@ int32_t hyper_host_scale(const HyperHostTensors* tensors, double factor, int32_t
 int32_t hyper_host_read(const HyperHostTensors* tensors, int32_t num_threads) {
   return hyper_parallel::Guarded([=] {
     hyper_parallel::ValidateTensors(tensors);
-    hyper_parallel::ForEachChunk(*tensors, hyper_parallel::ValidatedThreads(num_threads),
-                                 [](const InstructionSet& set, const Chunk& chunk) {
-                                   const size_t bytes =
-                                       hyper_parallel::ElementBytes(chunk.format);
-                                   volatile uint64_t sum = set.read(chunk.data, chunk.numel * bytes);
-                                   static_cast<void>(sum);
-                                 });
+    hyper_parallel::ForEachChunk(
+        *tensors, hyper_parallel::ValidatedThreads(num_threads),
+        [](const InstructionSet& set, const Chunk& chunk) {
+          const size_t num_bytes = chunk.numel * hyper_parallel::ElementBytes(chunk.format);
+          volatile uint64_t sum = set.read(chunk.data, num_bytes);
+          static_cast<void>(sum);
+        });
   });
 }
 
 int32_t hyper_host_read_and_write(const HyperHostTensors* tensors, int32_t num_threads) {
   return hyper_parallel::Guarded([=] {
     hyper_parallel::ValidateTensors(tensors);
-    hyper_parallel::ForEachChunk(*tensors, hyper_parallel::ValidatedThreads(num_threads),
-                                 [](const InstructionSet& set, const Chunk& chunk) {
-                                   const size_t bytes =
-                                       hyper_parallel::ElementBytes(chunk.format);
-                                   set.read_and_write(chunk.data, chunk.numel * bytes);
-                                 });
+    hyper_parallel::ForEachChunk(
+        *tensors, hyper_parallel::ValidatedThreads(num_threads),
+        [](const InstructionSet& set, const Chunk& chunk) {
+          set.read_and_write(chunk.data, chunk.numel * hyper_parallel::ElementBytes(chunk.format));
+        });
   });
 }
 

@@ -12,7 +12,7 @@
 // The same for a lambda, after its parameters.
 #define HP_INLINE_LAMBDA __attribute__((always_inline))
 
-// Before a loop over a few vectors: unrolled early, or gcc keeps them in memory instead of registers.
+// Before a loop over a few vectors: unrolled late, gcc keeps them in memory, not in registers.
 #define HP_UNROLL _Pragma("GCC unroll 16")
 
 namespace hyper_parallel {

@@ -163,7 +163,7 @@ def _load_once() -> HostLibrary | str:
     except OSError as error:
         warnings.warn(
             f"gradients in host memory are measured and scaled with torch operators, which is "
-            f"right but several times slower: there are no host kernels ({error}). Install a C++17 "
+            f"right but slower: there are no host kernels ({error}). Install a C++17 "
             "compiler (Debian: apt-get install g++) and install hyper_parallel anew",
             RuntimeWarning,
             stacklevel=2,

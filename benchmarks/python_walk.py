@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hyper_parallel.kernels import host
 from hyper_parallel.platform.torch.finish import GRID_EXPONENT
-from hyper_parallel.platform.torch.grad_shards import ParameterList, collect_grad_shards
+from hyper_parallel.platform.torch.grad_shards import collect_grad_shards
+from hyper_parallel.platform.torch.parameter_list import ParameterList
 from hyper_parallel.platform.torch.partial_norms import measure
 from hyper_parallel.platform.torch.wire_format import PartialNorm, Votes, WireFormat
 
@@ -45,19 +46,20 @@ def _line(num_params: int, repetitions: int) -> str:
     listed = ParameterList(params)
     wire = WireFormat(_GROUP_SIZE, 2.0)
     shards = collect_grad_shards(listed)
-    tensors = [shard.local for shard in shards]
-    partials, _ = measure(tensors, 2.0)
+    partials, _ = measure(shards.tensors, 2.0)
 
     def pack_and_unpack() -> None:
-        combined = wire.combine(partials)
-        lanes: list[PartialNorm | None] = [combined]
+        lanes: list[PartialNorm | None] = [
+            wire.combine(partials.select(indices))
+            for indices in shards.indices_by_rank_set().values()
+        ]
         packed = wire.pack(Votes(), 0, lanes)
         total = wire.decode(list(packed[wire.header_numel :]))
         if total.grid_sum != num_params << -GRID_EXPONENT:
             raise AssertionError("the walk lost a parameter")
 
     collect_ms = _median_ms(lambda: collect_grad_shards(ParameterList(params)), repetitions)
-    measure_ms = _median_ms(lambda: measure(tensors, 2.0), repetitions)
+    measure_ms = _median_ms(lambda: measure(shards.tensors, 2.0, are_plain=True), repetitions)
     pack_ms = _median_ms(pack_and_unpack, repetitions)
     total_ms = collect_ms + measure_ms + pack_ms
     return (

@@ -155,11 +155,11 @@ def pack(tensors: Sequence[torch.Tensor]) -> TensorTable:
     It holds addresses only: the tensors must live, and keep their memory, as long as it is used.
     """
     dtypes = list(map(_dtype_of, tensors))
-    numels = array("q", map(torch.Tensor.numel, tensors))
+    numels = array("q", list(map(torch.Tensor.numel, tensors)))
     if not _COMPLEX.isdisjoint(dtypes):
         pairs = zip(numels, dtypes, strict=True)
         numels = array("q", [numel * (1 + (dtype in _COMPLEX)) for numel, dtype in pairs])
-    addresses = array("Q", map(torch.Tensor.data_ptr, tensors))
+    addresses = array("Q", list(map(torch.Tensor.data_ptr, tensors)))
     return TensorTable(addresses, numels, bytes(map(_FORMATS.__getitem__, dtypes)))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -26,15 +26,18 @@ from .failure import (
     raise_together,
 )
 from .finish import clip_coefficient, may_overflow, round_norm, sum_totals
-from .grad_shards import GradShard, ParameterList, collect_grad_shards, rank_sets_of
+from .grad_shards import GradShards, collect_grad_shards, rank_sets_of
 from .lanes import UNSHARDED, RankSet
 from .norm_reducer import Contribution, ReducedLanes, extend_layout, reduce_lanes
+from .parameter_list import ParameterList
 from .partial_norms import measure, scale_
 from .reduction_groups import ReductionGroup, resolve_group
 from .torch_private import not_compiled
-from .wire_format import PartialNorm, Votes, WireFormat
+from .wire_format import PartialNorm, PartialNorms, Votes, WireFormat
 
 __all__ = ["NormReducer", "clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
+
+_WIDE = frozenset((torch.float64, torch.complex128))
 
 Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
@@ -146,7 +149,7 @@ def clip_grads_with_norm_(
     wide = torch.float64 if total_norm.dtype == torch.float64 else torch.float32
     coef = float(clip_coefficient(total_norm.to("cpu", wide), limit))
     if coef != 1.0:
-        scale_([shard.local for shard in shards], coef, foreach=foreach is not False)
+        scale_(shards.tensors, coef, foreach=foreach is not False, are_plain=shards.are_plain)
 
 
 class NormReducer:
@@ -232,33 +235,26 @@ class _Local:
 
     request: ClipRequest = NOTHING_ASKED
     listed: ParameterList = field(default_factory=lambda: ParameterList([]))
-    shards: Sequence[GradShard] = ()
-    measured: Sequence[tuple[GradShard, PartialNorm]] = ()
+    shards: GradShards = field(default_factory=lambda: GradShards([], [], []))
+    measured: PartialNorms = field(default_factory=lambda: PartialNorms([]))
     fetched: Copies = field(default_factory=Copies)
-
-    @functools.cached_property
-    def whole(self) -> list[GradShard]:
-        """Shards that are not Partial."""
-        return [shard for shard in self.shards if shard.pending is None]
-
-    @functools.cached_property
-    def pending(self) -> list[GradShard]:
-        """Shards that are."""
-        return [shard for shard in self.shards if shard.pending is not None]
 
     @functools.cached_property
     def nonfinite(self) -> tuple[NonfiniteGradient, ...]:
         """Shards that make the norm NaN or infinite. Partial ones are looked at here and now."""
-        addends: list[PartialNorm] = []
+        addends = PartialNorms([])
         with LocalFailure():  # only names are at stake, for which other ranks may be waiting
-            tensors = [shard.local for shard in self.pending]
-            addends, fetched = measure(tensors, self.request.norm_type)
+            addends, fetched = measure(self.shards.pending.tensors, self.request.norm_type)
             self.fetched += fetched
         return tuple(
             NonfiniteGradient(
-                self.listed.describe(shard.position), partial.num_nan, partial.num_inf
+                self.listed.describe(shards.positions[i]), partial.num_nan, partial.num_inf
             )
-            for shard, partial in [*self.measured, *zip(self.pending, addends, strict=False)]
+            for shards, partials in (
+                (self.shards.whole, self.measured),
+                (self.shards.pending, addends),
+            )
+            for i, partial in partials.others.items()
             if partial.is_nonfinite
         )
 
@@ -282,16 +278,16 @@ def _clip(
         local.listed = list_parameters()
         local.shards = collect_grad_shards(local.listed, writable=request.changes_gradients)
         _validate_reach(group, local.shards)
-        request.validate_dtypes(shard.local.dtype for shard in local.shards)
+        request.validate_dtypes(local.shards.dtypes)
         stopwatch.lap("collect")
 
         # 2. Measure: one pass over the shards.
-        partials, local.fetched = measure(
-            [shard.local for shard in local.whole],
+        local.measured, local.fetched = measure(
+            local.shards.whole.tensors,
             request.norm_type,
             reproducible=request.reproducible,
+            are_plain=local.shards.are_plain,
         )
-        local.measured = list(zip(local.whole, partials, strict=True))
         stopwatch.lap("measure")
 
     # 3. Pack: one partial norm per rank set, and this rank's votes.
@@ -305,7 +301,7 @@ def _clip(
     reduced = ReducedLanes(votes, totals={})
     if group is not None:
         contribution = Contribution(
-            by_rank_set, votes, failure, local.pending, reproducible=request.reproducible
+            by_rank_set, votes, failure, local.shards.pending, reproducible=request.reproducible
         )
         reduced = reduce_lanes(group, contribution, wire, request.stamp)
     agreed = _settle(group, reduced.votes, local, failure)
@@ -325,13 +321,16 @@ def _clip(
 
     # 6. Scale: not at all where the coefficient is 1.
     if coef != 1.0:
-        scale_([shard.local for shard in local.shards], float(coef), foreach=foreach is not False)
+        shards = local.shards
+        scale_(
+            shards.tensors, float(coef), foreach=foreach is not False, are_plain=shards.are_plain
+        )
     stopwatch.lap("scale")
 
     return ClipResult(
         total_norm=_on_the_gradients_device(total_norm, local.shards),
         clip_coef=coef,
-        local_norm=norm_of(wire.to_total(wire.combine(partial for _, partial in local.measured))),
+        local_norm=norm_of(wire.to_total(wire.combine(local.measured))),
         norms_by_rank_set={rank_set: norm_of(total) for rank_set, total in totals.items()},
         nonfinite=local.nonfinite if agreed.nonfinite else (),
         copies=local.fetched + (group.copies - cost_before if group else Copies()),
@@ -339,9 +338,9 @@ def _clip(
     )
 
 
-def _validate_reach(group: ReductionGroup | None, shards: Sequence[GradShard]) -> None:
+def _validate_reach(group: ReductionGroup | None, shards: GradShards) -> None:
     """Check that somebody is there to reduce with, if gradients are sharded."""
-    if group is None and any(shard.rank_set for shard in shards):
+    if group is None and any(reach.rank_set for reach in shards.distinct_reaches):
         raise ValueError(
             "gradients are sharded over several ranks, but there is no process group of more than "
             "one rank to reduce their norm over; initialize torch.distributed before clipping and "
@@ -351,24 +350,24 @@ def _validate_reach(group: ReductionGroup | None, shards: Sequence[GradShard]) -
 
 def _combine_by_rank_set(local: _Local, wire: WireFormat) -> dict[RankSet, PartialNorm]:
     """Return one partial norm per rank set; the identity where gradients wait for their sum."""
-    grouped: dict[RankSet, list[PartialNorm]] = {}
-    for shard, partial in local.measured:
-        grouped.setdefault(shard.rank_set, []).append(partial)
-    for shard in local.shards:
-        if shard.pending is not None:
-            grouped.setdefault(shard.rank_set, [])
-            grouped.setdefault(shard.pending.ranks, [])
-    return {rank_set: wire.combine(members) for rank_set, members in grouped.items()}
+    combined = {}
+    if local.measured:
+        for rank_set, indices in local.shards.whole.indices_by_rank_set().items():
+            combined[rank_set] = wire.combine(local.measured.select(indices))
+    for shard in local.shards.pending:
+        assert shard.pending is not None  # noqa: S101
+        combined.setdefault(shard.rank_set, wire.combine([]))
+        combined.setdefault(shard.pending.ranks, wire.combine([]))
+    return combined
 
 
 def _vote(local: _Local, wire: WireFormat) -> Votes:
-    wide = (torch.float64, torch.complex128)
-    total = wire.to_total(wire.combine(partial for _, partial in local.measured))
+    total = wire.to_total(wire.combine(local.measured))
     return Votes(
         huge=may_overflow(total, wire.norm_type, wire.group_size),
-        nonfinite=any(partial.is_nonfinite for _, partial in local.measured),
-        float64_gradient=any(shard.local.dtype in wide for shard in local.shards),
-        partial_gradient=bool(local.pending),
+        nonfinite=any(partial.is_nonfinite for partial in local.measured.others.values()),
+        float64_gradient=not _WIDE.isdisjoint(local.shards.dtypes),
+        partial_gradient=bool(local.shards.pending),
     )
 
 
@@ -388,11 +387,13 @@ def _settle(
     return votes
 
 
-def _on_the_gradients_device(norm: torch.Tensor, shards: Sequence[GradShard]) -> torch.Tensor:
+def _on_the_gradients_device(norm: torch.Tensor, shards: GradShards) -> torch.Tensor:
     """Return the norm on the CPU if all of this rank's gradients are there, else with the others.
 
     Sync: none; the value goes along as an argument of the fill.
     """
-    devices = (shard.local.device for shard in shards)
+    if shards.are_plain:
+        return norm
+    devices = (tensor.device for tensor in shards.tensors)
     device = next((device for device in devices if device.type != "cpu"), norm.device)
     return torch.full((), norm.item(), dtype=norm.dtype, device=device)

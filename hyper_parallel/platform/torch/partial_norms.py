@@ -23,7 +23,7 @@ from .clip_result import Copies
 from .exact_fallback import exact_sum_of_squares
 from .finish import GRID_EXPONENT
 from .torch_private import foreach_mul_
-from .wire_format import PartialNorm
+from .wire_format import PartialNorm, PartialNorms
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,8 +38,12 @@ _DEVICE_CHUNK_NUMEL = 1 << 22
 
 
 def measure(
-    tensors: Sequence[torch.Tensor], norm_type: float, *, reproducible: bool = False
-) -> tuple[list[PartialNorm], Copies]:
+    tensors: Sequence[torch.Tensor],
+    norm_type: float,
+    *,
+    reproducible: bool = False,
+    are_plain: bool = False,
+) -> tuple[PartialNorms, Copies]:
     """Return the partial norm of each tensor, and what fetching those of device tensors cost.
 
     Device tensors are launched first, so that the device works while the host passes run.
@@ -49,6 +53,7 @@ def measure(
         norm_type: Any p >= 0, inf or -inf.
         reproducible: Sum squares exactly, those of device tensors on the host; p = 2 only, and no
             float64.
+        are_plain: All are known to be on the CPU, strided and contiguous.
 
     Accuracy: a host sum of n terms has a relative error below (n / 2^16 + 2^16) * 2^-53, whatever
     the dtype; on a device alike, if it has float64. Where it has none, sums are float32 over
@@ -57,13 +62,21 @@ def measure(
     Sync: one per device that holds shards, two if some of them are not finite; one per 4 Mi
     elements on a device if reproducible.
     """
-    if not reproducible and _are_plain(tensors, norm_type):
+    if not reproducible and _all_fit_kernels(tensors, norm_type, are_plain=are_plain):
         return _measure_with_kernels(tensors, norm_type), Copies()
     dense = [_dense(tensor, norm_type) for tensor in tensors]
     if reproducible:
-        return _measure_exactly(dense)
-    on_host = [i for i, tensor in enumerate(tensors) if tensor.is_cpu]
-    on_device = [i for i, tensor in enumerate(tensors) if not tensor.is_cpu]
+        partials, copies = _measure_exactly(dense)
+    else:
+        partials, copies = _measure_mixed(dense, norm_type)
+    return PartialNorms.of(partials), copies
+
+
+def _measure_mixed(
+    dense: Sequence[torch.Tensor], norm_type: float
+) -> tuple[list[PartialNorm], Copies]:
+    on_host = [i for i, tensor in enumerate(dense) if tensor.is_cpu]
+    on_device = [i for i, tensor in enumerate(dense) if not tensor.is_cpu]
     launched = [_launch(dense[i], norm_type) for i in on_device]
     partials = dict(
         zip(on_host, _measure_on_host([dense[i] for i in on_host], norm_type), strict=True)
@@ -72,10 +85,12 @@ def measure(
     values = [_unscale(_combine_parts(row[1:], norm_type), row[0], norm_type) for row in rows]
     counted, count_copies = _to_partials(values, [dense[i] for i in on_device], norm_type)
     partials |= zip(on_device, counted, strict=True)
-    return [partials[i] for i in range(len(tensors))], copies + count_copies
+    return [partials[i] for i in range(len(dense))], copies + count_copies
 
 
-def scale_(tensors: Sequence[torch.Tensor], coef: float, *, foreach: bool) -> None:
+def scale_(
+    tensors: Sequence[torch.Tensor], coef: float, *, foreach: bool, are_plain: bool = False
+) -> None:
     """Multiply tensors in place, each in float32 arithmetic (float64 for float64) and rounded once.
 
     Args:
@@ -83,7 +98,11 @@ def scale_(tensors: Sequence[torch.Tensor], coef: float, *, foreach: bool) -> No
             those of one dtype and device.
         coef: The clip coefficient.
         foreach: Whether to use multi-tensor kernels, else plain operators, one tensor at a time.
+        are_plain: See `measure`.
     """
+    if foreach and are_plain and tensors and host.is_available():
+        host.scale_(tensors, coef)
+        return
     on_host: list[torch.Tensor] = []
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -99,12 +118,16 @@ def scale_(tensors: Sequence[torch.Tensor], coef: float, *, foreach: bool) -> No
         foreach_mul_(group, coef)
 
 
-def _are_plain(tensors: Sequence[torch.Tensor], norm_type: float) -> bool:
+def _all_fit_kernels(tensors: Sequence[torch.Tensor], norm_type: float, *, are_plain: bool) -> bool:
     """Tell whether the kernels take all of them; checked a list at a time, since lists are long."""
+    if not are_plain:
+        are_plain = (
+            all(map(_is_cpu, tensors))
+            and set(map(_layout_of, tensors)) == {torch.strided}
+            and all(map(torch.Tensor.is_contiguous, tensors))
+        )
     return (
-        all(map(_is_cpu, tensors))
-        and set(map(_layout_of, tensors)) == {torch.strided}
-        and all(map(torch.Tensor.is_contiguous, tensors))
+        are_plain
         and (norm_type == 2.0 or not any(map(torch.is_complex, tensors)))
         and bool(host.is_available())
     )
@@ -125,16 +148,16 @@ def _measure_on_host(tensors: Sequence[torch.Tensor], norm_type: float) -> list[
     return [next(measured) if fit else next(by_operators) for fit in fits]
 
 
-def _measure_with_kernels(tensors: Sequence[torch.Tensor], norm_type: float) -> list[PartialNorm]:
+def _measure_with_kernels(tensors: Sequence[torch.Tensor], norm_type: float) -> PartialNorms:
     norms = host.partial_norms(tensors, norm_type)
     if norm_type == 0.0:
-        return [PartialNorm(float(count)) for count in norms.num_nonzero]
+        return PartialNorms(list(map(float, norms.num_nonzero)))
     columns = {2.0: "sums_of_squares", math.inf: "max_abs", -math.inf: "min_abs"}
     values: list[float] = getattr(norms, columns.get(norm_type, "pow_sums"))
     if all(map(math.isfinite, values)):
-        return list(map(PartialNorm, values))
+        return PartialNorms(values)
     counts = zip(values, norms.num_nan, norms.num_inf, strict=True)
-    return [_to_partial(value, num_nan, num_inf, norm_type) for value, num_nan, num_inf in counts]
+    return PartialNorms.of(_to_partial(*counted, norm_type) for counted in counts)
 
 
 def _fits_kernels(tensor: torch.Tensor) -> bool:

@@ -21,15 +21,17 @@ import hashlib
 import math
 import struct
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 from .finish import GRID_EXPONENT, LaneTotal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping
 
-__all__ = ["PartialNorm", "Votes", "WireFormat", "fingerprint"]
+__all__ = ["PartialNorm", "PartialNorms", "Votes", "WireFormat", "fingerprint"]
 
 _GRID_BITS = 1024 - GRID_EXPONENT
 _FLOAT32_EXACT_BITS = 24
@@ -65,6 +67,62 @@ class PartialNorm(NamedTuple):
             return self.grid_sum
         numerator, denominator = self.value.as_integer_ratio()
         return numerator << -GRID_EXPONENT - denominator.bit_length() + 1
+
+
+class PartialNorms(Sequence[PartialNorm]):
+    """Partial norms of many gradient shards: a column of values, and what is to say beyond them.
+
+    Args:
+        values: `PartialNorm.value` of each.
+        others: By index, those of which more is to say than the value.
+
+    Attributes:
+        values: As passed.
+        others: As passed.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[float],
+        others: Mapping[int, PartialNorm] = MappingProxyType({}),
+    ) -> None:
+        self.values = values
+        self.others = others
+
+    @classmethod
+    def of(cls, partials: Iterable[PartialNorm]) -> PartialNorms:
+        """Turn rows into columns."""
+        rows = list(partials)
+        others = {i: row for i, row in enumerate(rows) if row != PartialNorm(row.value)}
+        return cls([row.value for row in rows], others)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @overload
+    def __getitem__(self, index: int) -> PartialNorm: ...
+    @overload
+    def __getitem__(self, index: slice) -> PartialNorms: ...
+    def __getitem__(self, index: int | slice) -> PartialNorm | PartialNorms:
+        if isinstance(index, slice):
+            return self.select(range(*index.indices(len(self))))
+        value = self.values[index]
+        return self.others.get(index % len(self)) or PartialNorm(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def select(self, indices: Sequence[int]) -> PartialNorms:
+        """Return those at `indices`, in that order."""
+        if indices == range(len(self)):
+            return self
+        values = list(map(self.values.__getitem__, indices))
+        if not self.others:
+            return PartialNorms(values)
+        others = {i: self.others[j] for i, j in enumerate(indices) if j in self.others}
+        return PartialNorms(values, others)
 
 
 @dataclass(frozen=True)
@@ -123,8 +181,8 @@ class WireFormat:
 
         Sums are rounded once (math.fsum), and known exactly if any of them is.
         """
-        partials = list(partials)
-        values = [partial.value for partial in partials]
+        columns = partials if isinstance(partials, PartialNorms) else PartialNorms.of(partials)
+        values, others = columns.values, columns.others.values()
         if self.op == "sum":
             value = _sum_within_float64(values)
         elif self.norm_type > 0:
@@ -132,13 +190,13 @@ class WireFormat:
         else:
             value = min(values, default=math.inf)
         overflowed = self.op == "sum" and math.isinf(value)
-        is_exact = any(partial.grid_sum is not None for partial in partials)
+        is_exact = any(partial.grid_sum is not None for partial in others)
         return PartialNorm(
             value=0.0 if overflowed else value,
-            num_nan=sum(partial.num_nan for partial in partials),
-            num_inf=sum(partial.num_inf for partial in partials),
-            overflows=overflowed or any(partial.overflows for partial in partials),
-            grid_sum=sum(partial.to_grid() for partial in partials) if is_exact else None,
+            num_nan=sum(partial.num_nan for partial in others),
+            num_inf=sum(partial.num_inf for partial in others),
+            overflows=overflowed or any(partial.overflows for partial in others),
+            grid_sum=sum(partial.to_grid() for partial in columns) if is_exact else None,
         )
 
     def to_total(self, partial: PartialNorm) -> LaneTotal:

@@ -8,11 +8,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from hyper_parallel.platform.torch import grad_shards
 from hyper_parallel.platform.torch.grad_shards import (
     GradShard,
-    ParameterList,
-    Reach,
     collect_grad_shards,
     rank_sets_of,
 )
+from hyper_parallel.platform.torch.parameter_list import ParameterList
+from hyper_parallel.platform.torch.reach import KnownReaches, Reach
 from tests.ranks import run_ranks
 from tests.sharding import mesh_of, parameter, parameter_of_shard
 
@@ -104,7 +104,7 @@ def test_gradients_are_collected_in_order_and_once():
     first, second, frozen = (parameter(torch.ones(n)) for n in (1, 2, 3))
     frozen.grad = None
     shards = collect_grad_shards(ParameterList([second, frozen, first, second]))
-    assert shards == [
+    assert list(shards) == [
         GradShard(second.grad, (), None, 0),
         GradShard(first.grad, (), None, 2),
     ]
@@ -213,7 +213,7 @@ def test_collecting_many_at_once_is_like_one_by_one(case):
 
 def test_reaches_are_not_remembered_across_ranks():
     """The same spec on another rank, as after torch.distributed was started anew."""
-    known = grad_shards._KnownReaches()
+    known = KnownReaches()
 
     def rank_main(rank):
         mesh = mesh_of("gloo", (2, 2))
@@ -224,3 +224,42 @@ def test_reaches_are_not_remembered_across_ranks():
         return reach.rank_set
 
     assert run_ranks(rank_main, 4) == [(0, 2), (1, 3), (0, 2), (1, 3)]
+
+
+def test_shards_are_told_apart_by_rank_set_and_by_what_is_pending():
+    """Two meshes that span the same ranks share a lane; a Partial gradient waits for its sum."""
+
+    def rank_main(rank):
+        flat, square = mesh_of("gloo", (4,)), mesh_of("gloo", (2, 2))
+        placements = [
+            (flat, [Shard(0)]),
+            (square, [Shard(0), Replicate()]),
+            (square, [Shard(0), Shard(1)]),
+            (square, [Partial(), Replicate()]),
+            (flat, [Replicate()]),
+        ]
+        grads = [
+            DTensor.from_local(torch.ones(4, 4), mesh, how, run_check=False)
+            for mesh, how in placements
+        ]
+        shards = collect_grad_shards(ParameterList(grads, are_gradients=True))
+        assert shards.pending.positions == [3]
+        return dict(shards.whole.indices_by_rank_set())
+
+    by_rank = run_ranks(rank_main, 4)
+    everyone = tuple(range(4))
+    assert by_rank[0] == {everyone: [0, 2], (0, 2): [1], (): [3]}
+    assert by_rank[3] == {everyone: [0, 2], (1, 3): [1], (): [3]}
+
+
+def test_only_dense_host_shards_are_plain():
+    """What is taken for plain goes to the kernels by its address."""
+
+    def rank_main(rank):
+        params = [parameter(torch.ones(4, 4), mesh_of("gloo", (2,)), [Shard(0)]) for _ in range(3)]
+        plain = collect_grad_shards(ParameterList(params)).are_plain
+        mesh = params[0].device_mesh
+        params[1].grad = DTensor.from_local(torch.ones(4, 2).t(), mesh, [Shard(0)], run_check=False)
+        return plain, collect_grad_shards(ParameterList(params)).are_plain
+
+    assert run_ranks(rank_main, 2) == [(True, False)] * 2

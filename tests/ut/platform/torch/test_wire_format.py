@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hyper_parallel.platform.torch.finish import GRID_EXPONENT
 from hyper_parallel.platform.torch.wire_format import (
     PartialNorm,
+    PartialNorms,
     Votes,
     WireFormat,
     fingerprint,
@@ -157,3 +158,29 @@ def test_every_rank_sees_that_another_asked_for_something_else(asked, rng):
 def test_impossible_group_size_is_refused(group_size):
     with pytest.raises(ValueError, match=str(group_size)):
         WireFormat(group_size, 2.0)
+
+
+ROWS = [
+    PartialNorm(1.5),
+    PartialNorm(0.0, num_nan=2),
+    PartialNorm(4.0),
+    PartialNorm(0.0, num_inf=1),
+    PartialNorm(0.0, overflows=True),
+    PartialNorm(3.0, grid_sum=3 << -GRID_EXPONENT),
+]
+
+
+@pytest.mark.parametrize("indices", [range(6), [0, 2], [5, 0], [3, 1, 2], []])
+def test_columns_of_partial_norms_hold_what_rows_do(indices):
+    columns = PartialNorms.of(ROWS).select(indices)
+    rows = [ROWS[i] for i in indices]
+    assert list(columns) == rows
+    assert columns == rows
+    assert list(columns[1:]) == rows[1:]
+    wire = WireFormat(4, 2.0)
+    assert wire.combine(columns) == wire.combine(iter(rows))
+
+
+def test_only_partial_norms_that_are_more_than_a_value_are_kept_apart():
+    assert set(PartialNorms.of(ROWS).others) == {1, 3, 4, 5}
+    assert PartialNorms.of(ROWS)[-1] == ROWS[-1]

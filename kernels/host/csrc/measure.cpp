@@ -70,48 +70,6 @@ HyperHostNorm MeasureChunk(const FormatKernels& kernels, const Chunk& chunk, con
 double MaxKeepingNan(double a, double b) { return std::isnan(a) || a >= b ? a : b; }
 double MinKeepingNan(double a, double b) { return std::isnan(a) || a <= b ? a : b; }
 
-// Where the norms of chunks go: of a tensor that is one chunk to its place among the results, as
-// most of a long list are; of others to places of their own, to be combined.
-class NormPlaces {
- public:
-  // A tensor of several chunks, and where their norms are among parts.
-  struct CutTensor {
-    size_t tensor;
-    size_t first_part;
-    size_t num_parts;
-  };
-
-  NormPlaces(const WorkPlan& plan, HyperHostNorm* results) {
-    const std::vector<Chunk>& chunks = plan.chunks;
-    size_t num_parts = 0;
-    for (size_t begin = 0, end = 0; begin < chunks.size(); begin = end) {
-      const size_t tensor = chunks[begin].tensor;
-      while (end < chunks.size() && chunks[end].tensor == tensor) ++end;
-      if (end - begin == 1) continue;
-      cut_tensors_.push_back({tensor, num_parts, end - begin});
-      num_parts += end - begin;
-    }
-    parts_.resize(num_parts);
-    of_chunk_.reserve(chunks.size());
-    HyperHostNorm* next_part = parts_.data();
-    auto cut = cut_tensors_.begin();
-    for (const Chunk& chunk : chunks) {
-      while (cut != cut_tensors_.end() && cut->tensor < chunk.tensor) ++cut;
-      const bool is_cut = cut != cut_tensors_.end() && cut->tensor == chunk.tensor;
-      of_chunk_.push_back(is_cut ? next_part++ : &results[chunk.tensor]);
-    }
-  }
-
-  HyperHostNorm* OfChunk(size_t chunk) const { return of_chunk_[chunk]; }
-  const std::vector<CutTensor>& cut_tensors() const { return cut_tensors_; }
-  const HyperHostNorm* Parts(const CutTensor& cut) const { return &parts_[cut.first_part]; }
-
- private:
-  std::vector<HyperHostNorm*> of_chunk_;
-  std::vector<HyperHostNorm> parts_;
-  std::vector<CutTensor> cut_tensors_;
-};
-
 // Combines chunks in their order. Not inlined: the caller sets the floating point environment,
 // across which the compiler might move arithmetic.
 __attribute__((noinline)) HyperHostNorm Combine(const HyperHostNorm* parts, size_t num_parts) {
@@ -140,18 +98,22 @@ void Measure(const HyperHostTensors& tensors, double norm_type, size_t num_threa
   const InstructionSet& set = CurrentInstructionSet();
   const WorkPlan plan = MakePlan(tensors, kChunkNumel);
   const Wanted wanted(norm_type);
-  for (int64_t i = 0; i < tensors.count; ++i) norms[i] = kNormOfNothing;
-  const NormPlaces places(plan, norms);
+  for (int64_t i = 0; i < tensors.count; ++i) {
+    if (tensors.numel[i] == 0) norms[i] = kNormOfNothing;
+  }
+  // The norm of a whole tensor goes to its place among the results; parts are combined.
+  std::vector<HyperHostNorm> parts(plan.num_parts);
   ThreadPool::Get().Run(plan.task_ends.size(), num_threads, [&](size_t task, size_t) {
     const DefaultFloatEnvironment environment;
     for (size_t i = plan.TaskBegin(task); i < plan.task_ends[task]; ++i) {
-      const FormatKernels& kernels = KernelsFor(set, plan.chunks[i].format);
-      *places.OfChunk(i) = MeasureChunk(kernels, plan.chunks[i], wanted, norm_type);
+      const Chunk& chunk = plan.chunks[i];
+      HyperHostNorm* norm = chunk.part == kWhole ? &norms[chunk.tensor] : &parts[chunk.part];
+      *norm = MeasureChunk(KernelsFor(set, chunk.format), chunk, wanted, norm_type);
     }
   });
   const DefaultFloatEnvironment environment;
-  for (const NormPlaces::CutTensor& cut : places.cut_tensors()) {
-    norms[cut.tensor] = Combine(places.Parts(cut), cut.num_parts);
+  for (const CutTensor& cut : plan.cut_tensors) {
+    norms[cut.tensor] = Combine(&parts[cut.first_part], cut.num_parts);
   }
 }
 

@@ -26,9 +26,14 @@ WorkPlan MakePlan(const HyperHostTensors& tensors, size_t chunk_numel) {
     const auto format = static_cast<HyperHostFormat>(tensors.format[i]);
     auto* data = static_cast<std::byte*>(tensors.data[i]);
     auto numel_left = static_cast<size_t>(tensors.numel[i]);
+    const bool is_cut = numel_left > chunk_numel;
+    if (is_cut) {
+      const size_t num_parts = (numel_left - 1) / chunk_numel + 1;
+      plan.cut_tensors.push_back({i, plan.num_parts, num_parts});
+    }
     while (numel_left != 0) {
       const size_t numel = std::min(numel_left, chunk_numel);
-      plan.chunks.push_back({data, numel, i, format});
+      plan.chunks.push_back({data, numel, i, is_cut ? plan.num_parts++ : kWhole, format});
       data += numel * ElementBytes(format);
       numel_left -= numel;
       task_numel += numel;

@@ -26,11 +26,22 @@ struct Chunk {
   std::byte* data;
   size_t numel;
   size_t tensor;  // its place in the list
+  size_t part;    // among the chunks of tensors that are cut; kWhole if it is all of its tensor
   HyperHostFormat format;
+};
+inline constexpr size_t kWhole = ~size_t{0};
+
+// A tensor of several chunks, and which parts they are.
+struct CutTensor {
+  size_t tensor;
+  size_t first_part;
+  size_t num_parts;
 };
 
 struct WorkPlan {
   std::vector<Chunk> chunks;
+  std::vector<CutTensor> cut_tensors;
+  size_t num_parts = 0;
   std::vector<size_t> task_ends;  // task i has the chunks up to task_ends[i], from task i - 1's
 
   size_t TaskBegin(size_t task) const { return task == 0 ? 0 : task_ends[task - 1]; }

@@ -68,7 +68,7 @@ def run_ranks(
 
 
 class RankPool:
-    """Ranks that stay for many short tasks.
+    """Ranks that stay for many short tasks, and meet on a TCP store, as torchrun's do.
 
     They start at the first task, and anew after one that failed, hung or lost a rank.
 
@@ -80,7 +80,7 @@ class RankPool:
 
     def __init__(self, num_ranks: int, *, backend: str, group_timeout_s: float) -> None:
         self._start = functools.partial(
-            _Ranks, num_ranks, backend=backend, group_timeout_s=group_timeout_s
+            _Ranks, num_ranks, backend=backend, group_timeout_s=group_timeout_s, on_tcp=True
         )
         self._ranks: _Ranks | None = None
 
@@ -120,6 +120,7 @@ class _Ranks:
         backend: str,
         group_timeout_s: float,
         first_task: Task | None = None,
+        on_tcp: bool = False,
     ) -> None:
         if "hccl" in backend:
             from hyper_parallel.testing import simnpu
@@ -127,6 +128,11 @@ class _Ranks:
             simnpu.install()
         context = multiprocessing.get_context("fork")
         self._folder = tempfile.TemporaryDirectory()
+        path = os.path.join(self._folder.name, "store")
+        connect = functools.partial(dist.FileStore, path, num_ranks)
+        if on_tcp:
+            self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            connect = functools.partial(dist.TCPStore, "127.0.0.1", self._server.port)
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):
@@ -136,7 +142,7 @@ class _Ranks:
                 rank,
                 num_ranks,
                 backend,
-                os.path.join(self._folder.name, "store"),
+                connect,
                 datetime.timedelta(seconds=group_timeout_s),
             )
             process = context.Process(target=_serve, args=(theirs, rank, join, first_task))
@@ -154,7 +160,9 @@ class _Ranks:
         """Return what the ranks answer to one task, or raise what they fail with."""
         outcomes = _collect(self._pipes, time.monotonic() + timeout_s)
         failures = [
-            f"--- rank {rank} ---\n{text}" for rank, (ok, text) in sorted(outcomes.items()) if not ok
+            f"--- rank {rank} ---\n{text}"
+            for rank, (ok, text) in sorted(outcomes.items())
+            if not ok
         ]
         if failures:
             raise RankFailedError("\n".join(failures))
@@ -220,7 +228,11 @@ def _received_tasks(parent: Connection) -> Iterator[Task]:
 
 
 def _join_group(
-    rank: int, num_ranks: int, backend: str, path: str, timeout: datetime.timedelta
+    rank: int,
+    num_ranks: int,
+    backend: str,
+    connect: Callable[[], dist.Store],
+    timeout: datetime.timedelta,
 ) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -232,7 +244,7 @@ def _join_group(
     if "hccl" in backend:
         torch.npu.set_device(rank)
     if backend != "none":
-        store = dist.FileStore(path, num_ranks)
+        store = connect()
         store.set_timeout(timeout)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout

@@ -16,7 +16,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 __all__ = ["RankFailedError", "RankPool", "run_ranks"]
 
+_DEAD = "died without a word"
 Task = Callable[[int], Any]
 
 
@@ -40,6 +41,7 @@ def run_ranks(
     backend: str = "gloo",
     timeout_s: float = 30.0,
     group_timeout_s: float | None = None,
+    victims: Collection[int] = (),
 ) -> list[Any]:
     """Call `fn(rank, *args)` on every rank of a fresh default group and return the results.
 
@@ -51,6 +53,7 @@ def run_ranks(
             `none` starts the ranks without a process group.
         timeout_s: Every rank is killed and the test fails when the slowest takes longer.
         group_timeout_s: The process group's own timeout; half of `timeout_s` by default.
+        victims: Ranks that are to die on the way. Their result is None.
 
     Raises:
         RankFailedError: With the traceback of every rank that raised, died or hung.
@@ -62,7 +65,7 @@ def run_ranks(
         first_task=lambda rank: fn(rank, *args),
     )
     try:
-        return ranks.results(timeout_s)
+        return ranks.results(timeout_s, victims)
     finally:
         ranks.kill()
 
@@ -156,9 +159,12 @@ class _Ranks:
         for pipe in self._pipes:
             pipe.send_bytes(task)
 
-    def results(self, timeout_s: float) -> list[Any]:
+    def results(self, timeout_s: float, victims: Collection[int] = ()) -> list[Any]:
         """Return what the ranks answer to one task, or raise what they fail with."""
         outcomes = _collect(self._pipes, time.monotonic() + timeout_s)
+        for rank in victims:
+            has_died = outcomes[rank] == (False, _DEAD)
+            outcomes[rank] = (True, None) if has_died else (False, "it was to die, but did not")
         failures = [
             f"--- rank {rank} ---\n{text}"
             for rank, (ok, text) in sorted(outcomes.items())
@@ -192,7 +198,7 @@ def _collect(pipes: list[Connection], deadline: float) -> dict[int, tuple[bool, 
             try:
                 outcomes[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                outcomes[rank] = (False, "died without a word")
+                outcomes[rank] = (False, _DEAD)
     for rank in waiting.values():
         outcomes[rank] = (False, "still running at the deadline")
     return outcomes

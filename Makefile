@@ -8,7 +8,7 @@ KERNEL_SOURCES := $(sort $(wildcard kernels/host/csrc/*))
 STAMP_SOURCES := pyproject.toml setup.py Makefile $(KERNEL_SOURCES)
 STAMP := $(VENV)/.installed-$(shell cksum $(STAMP_SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: demo test test-asan test-tsan test-aarch64 lint setup clean
+.PHONY: demo test test-slow test-asan test-tsan test-aarch64 lint setup clean
 
 setup: $(STAMP)
 	@$(BIN)/python -c "from hyper_parallel.testing import simnpu; simnpu.install()"
@@ -25,7 +25,11 @@ demo: setup
 	$(BIN)/python -m hyper_parallel.trainer.demo configs/text_moe_fsdp8_ep4_offload.yaml
 
 test: setup lint
-	$(BIN)/python -m pytest -m "not device"
+	$(BIN)/python -m pytest -m "not device and not slow"
+
+# Not in CI: 128 ranks, more draws.
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
 
 # The host kernels under sanitizers and on another processor; not in CI.
 CHECK_SOURCES := $(filter %.cpp,$(KERNEL_SOURCES)) tests/kernels/host_check.cpp

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 both = pytest.mark.parametrize("backend", ["gloo", pytest.param("hccl", marks=pytest.mark.simnpu)])
@@ -20,6 +21,25 @@ def device_of(backend: str) -> str:
 
 def mesh_of(backend: str, shape: tuple[int, ...], names: tuple[str, ...] = ()) -> DeviceMesh:
     return init_device_mesh(device_of(backend), shape, mesh_dim_names=names or None)
+
+
+def groupless_mesh(device_type: str, shape: Sequence[int], ranks: Sequence[int]) -> DeviceMesh:
+    """Return a mesh of these ranks, row-major, without process groups of its own.
+
+    Its DTensors can be clipped, which asks their mesh for ranks only; nothing else that talks works
+    on them. Making groups takes all ranks of the world, and at 128 ranks minutes.
+    """
+    return DeviceMesh(device_type, torch.tensor(ranks).reshape(*shape), _init_backend=False)
+
+
+def dtensor_of_shard(
+    shard: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> DTensor:
+    """Return a DTensor of this full shape from this rank's shard, wherever the shard is."""
+    strides = torch.empty(tuple(shape), device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), strides, shard.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(shard, spec, requires_grad=False)
 
 
 def host_dtensor(
@@ -99,7 +119,9 @@ __all__ = [
     "both",
     "dense",
     "device_of",
+    "dtensor_of_shard",
     "expert",
+    "groupless_mesh",
     "host_dtensor",
     "local_grad",
     "mesh_of",

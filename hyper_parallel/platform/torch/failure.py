@@ -1,7 +1,8 @@
 """Failures that all ranks of a group raise together, each naming the ranks at fault.
 
 What fails on one rank before the reduce is caught there and announced in the header. After the
-reduce all ranks know, give an account of themselves in one gather, and raise the same error.
+reduce all ranks know, give an account of themselves in one gather, and raise the same error. Where
+a collective itself fails, each rank raises what it knows, and what others tell on the store.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 
 from .lanes import describe_ranks
+from .meeting import RanksMissingError, report_failure
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     import torch
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LocalFailure",
+    "collectives_of",
     "join_some",
     "raise_if_any_overflows",
     "raise_mismatch",
@@ -59,6 +63,32 @@ class LocalFailure(contextlib.AbstractContextManager["LocalFailure"]):
             self.error = exc
             return True
         return False
+
+
+@contextlib.contextmanager
+def collectives_of(group: ReductionGroup) -> Iterator[None]:
+    """Guard collectives: one that fails makes the group's ranks meet and agree anew.
+
+    Raises:
+        ValueError: As it comes: all ranks decided it alike.
+        RuntimeError: For whatever else fails, with the ranks at fault as far as they can be told.
+    """
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        cause = _summary(error) or ""
+        # A copy may still be under way in the buffer, hence a new one.
+        group.layout = group.staging = None
+        parts = [str(error)]
+        if not isinstance(error, RanksMissingError):
+            parts += report_failure(group, cause)
+            parts.append("a group may be of no use after that: make it anew, or restart the ranks")
+        raise RuntimeError(
+            f"rank {group.rank}: the reduction of the gradient norm failed; no gradient was "
+            f"changed on this rank: {'; '.join(parts)}"
+        ) from error
 
 
 def join_some(parts: list[str]) -> str:
@@ -163,5 +193,6 @@ def raise_if_any_overflows(
 
 def _accounts(group: ReductionGroup, account: Any) -> list[tuple[int, Any]]:
     """Return (global rank, account) of every rank that has one."""
-    rows = group.gather_json(account)
+    with collectives_of(group):
+        rows = group.gather_json(account)
     return [(r, row) for r, row in zip(group.ranks, rows, strict=True) if row is not None]

@@ -1,7 +1,7 @@
-"""The meeting of a group's ranks before their first collective.
+"""What the ranks of a group tell each other on its key-value store.
 
-They check in on the group's key-value store, where a rank that never comes can be named, which a
-hanging collective cannot do.
+There a rank that is missing can be named, which no collective can do: ranks check in before the
+first collective, and again after one that failed. A clip in which nothing fails asks no store.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ if TYPE_CHECKING:
     from .reduction_groups import ReductionGroup
     from .torch_private import KeyValueStore
 
-__all__ = ["meet"]
+__all__ = ["RanksMissingError", "meet", "report_failure"]
 
 _logger = logging.getLogger("hyper_parallel")
 _patience = timedelta(seconds=5)
 _num_met: dict[str, int] = {}
+
+
+class RanksMissingError(RuntimeError):
+    """Ranks that are named did not come."""
 
 
 def meet(group: ReductionGroup) -> None:
@@ -33,17 +37,14 @@ def meet(group: ReductionGroup) -> None:
     Ranks: all of the group.
 
     Raises:
-        RuntimeError: At the group's timeout, naming the ranks that did not come.
+        RanksMissingError: At the group's timeout, naming the ranks that did not come.
         ValueError: On every rank, if they found different kinds of devices to reduce on.
     """
     if "fake" in dist.get_backend_config(group.group):
         return  # a dry run of one rank, whose store has nothing to tell
     store = group_store(group.group)
     timeout = group_timeout(group.group, group.device)
-    # A store may outlive a group of the same name (torchrun's does): count the meetings that came
-    # about. One that did not is the one that late ranks are still to come to.
-    name = group.group.group_name
-    prefix = f"hyper_parallel/{name}/{_num_met.get(name, 0)}"
+    prefix = _prefix(group)
     keys = {rank: f"{prefix}/{rank}" for rank in group.ranks}
     device_key = f"{prefix}/{group.device.type}"
 
@@ -61,13 +62,14 @@ def meet(group: ReductionGroup) -> None:
         )
         rest = timeout - timedelta(seconds=time.monotonic() - start)
         if not _wait(store, f"{prefix}/all", rest):
-            raise RuntimeError(
-                f"rank {group.rank}: rank(s) {describe_ranks(_missing(store, keys))} did not come "
+            raise RanksMissingError(
+                f"rank(s) {describe_ranks(_missing(store, keys))} did not come "
                 f"to clip gradients over the group of ranks {describe_ranks(group.ranks)} within "
                 f"{timeout.total_seconds():g} s; every rank of the group must call. If they do not "
                 "train this model, pass group=reduction_group(mesh); if their list of parameters "
                 "may hold no DTensor, clip through NormReducer(model)"
             )
+    name = group.group.group_name
     _num_met[name] = _num_met.get(name, 0) + 1
     if store.add(device_key, 0) != group.size:
         raise ValueError(
@@ -76,9 +78,59 @@ def meet(group: ReductionGroup) -> None:
         )
 
 
-def _wait(store: KeyValueStore, key: str, timeout: timedelta) -> bool:
+def report_failure(group: ReductionGroup, cause: str) -> list[str]:
+    """Tell the other ranks that a collective failed here; return what they tell, if anything.
+
+    Args:
+        group: After it the ranks meet anew, so that each reports once between two meetings.
+        cause: In one line.
+
+    Ranks: this one alone; waits a few seconds for the others, at most half the group's timeout.
+    """
+    if "fake" in dist.get_backend_config(group.group):
+        return []
     try:
-        store.wait([key], max(timeout, timedelta(milliseconds=1)))
+        store = group_store(group.group)
+        patience = min(_patience, group_timeout(group.group, group.device) / 2)
+        prefix = f"{_prefix(group)}/failed"
+        keys = {rank: f"{prefix}/{rank}" for rank in group.ranks}
+        store.set(keys[group.rank], cause)
+        place = store.add(f"{prefix}/count", 1)
+        if place == 1:
+            store.set(f"{prefix}/first", f"rank {group.rank}: {cause}")
+        if place == group.size:
+            store.set(f"{prefix}/all", "told")
+        everyone = _wait(store, f"{prefix}/all", patience)
+        silent = [] if everyone else _missing(store, keys)
+        told = []
+        if silent:
+            told.append(
+                f"rank(s) {describe_ranks(silent)} reported no failure within "
+                f"{patience.total_seconds():g} s: they died, hang, do not clip, or have finished "
+                "this clip"
+            )
+        if place > 1 and store.check([f"{prefix}/first"]):
+            told.append(f"the first to fail was {store.get(f'{prefix}/first').decode()}")
+    except RuntimeError as error:  # the store may have died with the rank that kept it
+        return [f"the ranks at fault cannot be named, since the store does not answer: {error}"]
+    return told
+
+
+def _prefix(group: ReductionGroup) -> str:
+    """Return where the ranks talk from one meeting that comes about to the next.
+
+    A store may outlive a group of the same name (torchrun's does), hence the count. A meeting that
+    did not come about is the one that late ranks are still to come to.
+    """
+    name = group.group.group_name
+    return f"hyper_parallel/{name}/{_num_met.get(name, 0)}"
+
+
+def _wait(store: KeyValueStore, key: str, timeout: timedelta) -> bool:
+    if timeout <= timedelta():
+        return store.check([key])
+    try:
+        store.wait([key], timeout)
     except RuntimeError:  # what every store raises at its timeout
         return store.check([key])
     return True

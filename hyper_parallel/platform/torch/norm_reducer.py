@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .clip_result import Copies
+from .failure import collectives_of
 from .finish import may_overflow
 from .lanes import agree
 from .meeting import meet
@@ -121,7 +122,16 @@ def extend_layout(group: ReductionGroup, rank_sets: Iterable[RankSet]) -> Layout
         rank_sets: What this rank holds.
 
     Ranks: all of the group.
+
+    Raises:
+        ValueError: On every rank, if a rank set has members outside the group.
+        RuntimeError: If a rank does not come, or a collective fails.
     """
+    with collectives_of(group):
+        return _extend_layout(group, rank_sets)
+
+
+def _extend_layout(group: ReductionGroup, rank_sets: Iterable[RankSet]) -> Layout:
     if group.layout is None:
         meet(group)
     return agree(group, rank_sets)
@@ -147,17 +157,16 @@ def reduce_lanes(
     Raises:
         ValueError: On every rank, if a rank set has members outside the group, or ranks disagree
             on a Partial gradient.
-        RuntimeError: If a collective fails. The layout is forgotten, and the buffer dropped, in
-            which a copy may still be under way.
+        RuntimeError: If a collective fails.
     """
-    try:
-        layout = group.layout or extend_layout(group, brought.partials)
+    with collectives_of(group):
+        layout = group.layout or _extend_layout(group, brought.partials)
         reduced = _reduce_once(group, layout, brought, wire, stamp)
         # Every branch here hangs on the header, which is the same on all ranks.
         if reduced.votes is None or reduced.votes.error:
             return reduced
         if reduced.votes.new_rank_set:
-            layout = extend_layout(group, brought.partials)
+            layout = _extend_layout(group, brought.partials)
             reduced = _reduce_once(group, layout, brought, wire, stamp)
         if reduced.votes and reduced.votes.partial_gradient:
             brought = _add_up_pending(group, layout, brought, wire)
@@ -165,14 +174,6 @@ def reduce_lanes(
         votes = reduced.votes
         if votes and votes.float64_gradient and not votes.error and wire.op == "max":
             reduced = _refine_extrema(group, layout, brought, reduced, wire)
-    except ValueError:
-        raise
-    except Exception as error:
-        group.layout = group.staging = None
-        raise RuntimeError(
-            f"rank {group.rank}: the reduction of the gradient norm failed; no gradient was "
-            f"changed: {error}"
-        ) from error
     return reduced
 
 

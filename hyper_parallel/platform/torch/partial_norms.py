@@ -183,7 +183,7 @@ def _measure_exactly(tensors: Sequence[torch.Tensor]) -> tuple[list[PartialNorm]
     num_fetched = 0
     for tensor, fit in zip(tensors, fits, strict=True):
         pieces = [next(measured)] if fit else list(map(_exact_sum_of_piece, _pieces(tensor)))
-        num_fetched += 0 if tensor.is_cpu else len(pieces)
+        num_fetched += 0 if tensor.is_cpu or not tensor.numel() else len(pieces)
         partials.append(_to_exact_partial(pieces))
     return partials, Copies(d2h=num_fetched, host_syncs=num_fetched)
 

@@ -45,6 +45,9 @@ class KeyValueStore(Protocol):
     def set(self, key: str, value: str, /) -> None:
         """Store a value."""
 
+    def get(self, key: str, /) -> bytes:
+        """Return a value; wait for it if need be."""
+
     def add(self, key: str, amount: int, /) -> int:
         """Add to a counter and return it."""
 

@@ -1,0 +1,104 @@
+"""`NormReducer`: the clip of one model over one group, agreed on at set-up."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from .clip_grad import Call, clip
+from .clip_request import ClipRequest
+from .declarations import NOTHING_DECLARED, Declarations
+from .failure import LocalFailure, raise_if_any_failed
+from .grad_shards import GradShards, foretell_grad_shards
+from .norm_reducer import extend_layout
+from .parameter_list import ParameterList
+from .reduction_groups import resolve_group
+from .torch_private import not_compiled
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from .clip_grad import Parameters
+    from .clip_result import ClipResult
+    from .declarations import Groups
+
+__all__ = ["NormReducer"]
+
+
+class NormReducer:
+    """Clips one model over one group, and tells more of it than `clip_grad_norm_` does.
+
+    Unlike the function it always reduces over its group, so that a parameter list from which a
+    filter dropped every DTensor on some rank cannot leave the others waiting.
+
+    Args:
+        model: If given, the group's ranks agree on its rank sets here, so that the first clip costs
+            what every clip costs, and errors name its parameters.
+        group: Ranks to reduce over; the default group if None.
+        pp_group: See `clip_grad_norm_`.
+        sharded_over: See there; tensors of the model, of which a clip may list some.
+        replicated_over: See there.
+        reproducible: See there.
+
+    Ranks: all of the group construct it, if `model` is given.
+
+    Raises:
+        ValueError: If the group lacks this rank or has no usable backend, or gradients are sharded
+            over ranks outside it; and as `clip_grad_norm_` does of groups and declared tensors.
+        RuntimeError: If a rank does not come before the group's timeout; names it.
+    """
+
+    @not_compiled
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        pp_group: dist.ProcessGroup | None = None,
+        sharded_over: Groups | None = None,
+        replicated_over: Groups | None = None,
+        reproducible: bool = False,
+    ) -> None:
+        self._group = resolve_group(group)
+        self._reproducible = reproducible
+        self._declared = NOTHING_DECLARED
+        self._listed = ParameterList(model if model is not None else [])
+        self._foretold = GradShards([], [], [])
+        with LocalFailure() as failure:
+            self._declared = Declarations.resolved(pp_group, sharded_over, replicated_over)
+            if model is not None:
+                self._foretold = self._declared.place(
+                    foretell_grad_shards(self._listed), self._listed
+                )
+        if self._group is not None and model is not None:
+            lanes = self._foretold.lane_keys
+            is_complete = failure.error is None
+            extend_layout(self._group, self._declared.statement(lanes, is_complete=is_complete))
+            raise_if_any_failed(self._group, failure.error)
+        elif failure.error is not None:
+            raise failure.error
+
+    @not_compiled
+    def clip_(
+        self,
+        parameters: Parameters,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> ClipResult:
+        """Clip as `clip_grad_norm_` does; see there for arguments and errors.
+
+        Ranks: all of the group.
+        """
+        asked = functools.partial(
+            ClipRequest.validated,
+            max_norm,
+            norm_type,
+            error_if_nonfinite,
+            reproducible=self._reproducible,
+        )
+        listing = functools.partial(ParameterList, parameters, self._listed.names)
+        return clip(self._group, Call(listing, asked, lambda: self._declared, foreach))

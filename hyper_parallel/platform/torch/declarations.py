@@ -90,7 +90,8 @@ class Declarations:
                     fault = self._contradiction(tensor, reach)
                     if fault:
                         faults.append(f"{listed.describe(position)} {fault}")
-                    reaches[i] = self._place_declared(tensor, reach)
+                    else:
+                        reaches[i] = self._place_declared(tensor, reach)
             if faults:
                 raise ValueError(join_some(faults))
         return replace(shards, reaches=reaches)

@@ -85,10 +85,12 @@ def _resolve_reach(mesh: DeviceMesh, placements: tuple[Placement, ...], rank: in
     Those are the dims that are sharded or Partial. On a rank outside the mesh, which holds no
     element, it is empty.
     """
-    del rank  # part of the key: the same mesh after torch.distributed was started anew
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    # Not mesh.get_coordinate(): torch keeps meshes in caches of its own, and hands out one that was
+    # made before torch.distributed was started anew, with the coordinate of that time.
+    places = (mesh.mesh == rank).nonzero().tolist()
+    if not places:
         return Reach(UNSHARDED)
+    coordinate = places[0]
     sharded = [i for i, placement in enumerate(placements) if is_sharded(placement)]
     partial = [i for i, p in enumerate(placements) if isinstance(p, Partial) and mesh.size(i) > 1]
     known = (Shard, Replicate, Partial)

@@ -10,6 +10,8 @@ from .clip_request import ClipRequest
 from .declarations import NOTHING_DECLARED, Declarations
 from .failure import LocalFailure, raise_if_any_failed
 from .grad_shards import GradShards, foretell_grad_shards
+from .lanes import describe_ranks
+from .layout_table import describe_buffer, describe_kernels, format_lanes, lane_uses
 from .norm_reducer import extend_layout
 from .parameter_list import ParameterList
 from .reduction_groups import resolve_group
@@ -61,9 +63,11 @@ class NormReducer:
         reproducible: bool = False,
     ) -> None:
         self._group = resolve_group(group)
+        self._is_default_group = group is None
         self._reproducible = reproducible
         self._declared = NOTHING_DECLARED
         self._listed = ParameterList(model if model is not None else [])
+        # Parameters with the reaches that are foretold for their gradients.
         self._foretold = GradShards([], [], [])
         with LocalFailure() as failure:
             self._declared = Declarations.resolved(pp_group, sharded_over, replicated_over)
@@ -102,3 +106,33 @@ class NormReducer:
         )
         listing = functools.partial(ParameterList, parameters, self._listed.names)
         return clip(self._group, Call(listing, asked, lambda: self._declared, foreach))
+
+    def explain(self) -> str:
+        """Return the layout of the model's gradients as a table, as this rank sees it.
+
+        One row for each lane that this rank adds up: its ranks, the model's parameters with their
+        bytes on this rank, and why they are there; before it the group, the buffer, the kernels.
+
+        Ranks: none is asked. Before the first clip of a reducer without a model there are no lanes.
+        """
+        group, stages = self._group, self._declared.stages
+        layout = group.layout if group else None
+        lines = [self._explain_group()]
+        if stages is not None:
+            lines.append(f"pp_group: ranks {describe_ranks(stages)}")
+        lane_of = layout.lane_of if layout else {}
+        uses = lane_uses(self._foretold, layout, stages)
+        if group is not None:
+            lines.append(f"buffer:   {describe_buffer(group.size, len(lane_of))}")
+        lines.append(f"kernels:  {describe_kernels()}")
+        lines.append(format_lanes(uses, lane_of))
+        if others := len(lane_of) - sum(use.rank_set in lane_of for use in uses):
+            lines.append(f"and {others} lanes that this rank does not read")
+        return "\n".join(lines)
+
+    def _explain_group(self) -> str:
+        if self._group is None:
+            return "group:    this rank alone, no collective"
+        why = "the default group, since no group= was given" if self._is_default_group else "group="
+        ranks = describe_ranks(self._group.ranks)
+        return f"group:    ranks {ranks} ({why}), reduced on {self._group.device}"

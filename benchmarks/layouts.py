@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-__all__ = ["LAYOUTS", "kimi_k2_shards", "sizes_of"]
+__all__ = ["LAYOUTS", "kimi_k2_shapes", "kimi_k2_shards", "sizes_of"]
 
 LAYOUTS = ("flat", "kimi_k2", "mixed400", "small5000")
 
@@ -21,31 +21,38 @@ _VOCABULARY = 163840
 _HEADS = 64
 
 
+def kimi_k2_shapes(narrow: int = 1) -> list[tuple[int, ...]]:
+    """Return the shapes of all 915 parameters: 1.03e12 elements in all, the experts' stacked.
+
+    Args:
+        narrow: What every size but the numbers of layers and experts is divided by; 1 to 64.
+    """
+    hidden = _HIDDEN // narrow
+    shapes: list[tuple[int, ...]] = [(_VOCABULARY // narrow, hidden), (hidden,)]
+    shapes.append((_VOCABULARY // narrow, hidden))
+    for layer in range(_NUM_LAYERS):
+        shapes += [
+            (1536 // narrow, hidden),
+            (1536 // narrow,),
+            (_HEADS * 192 // narrow, 1536 // narrow),
+            (576 // narrow, hidden),
+            (512 // narrow,),
+            (_HEADS * 256 // narrow, 512 // narrow),
+            (hidden, _HEADS * 128 // narrow),
+            (hidden,),
+            (hidden,),
+        ]
+        inner = (_DENSE_HIDDEN if layer == 0 else _EXPERT_HIDDEN) // narrow
+        shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
+        if layer > 0:
+            shapes += [(_EXPERTS, hidden), (_EXPERTS, 2 * inner, hidden), (_EXPERTS, hidden, inner)]
+    return shapes
+
+
 def kimi_k2_shards() -> list[int]:
     """Return the number of elements of each of rank 0's 915 gradient shards: 8.0e9 in all."""
-    whole = [(_VOCABULARY, _HIDDEN), (_HIDDEN,), (_VOCABULARY, _HIDDEN)]
-    for layer in range(_NUM_LAYERS):
-        whole += [
-            (1536, _HIDDEN),
-            (1536,),
-            (_HEADS * 192, 1536),
-            (576, _HIDDEN),
-            (512,),
-            (_HEADS * 256, 512),
-            (_HIDDEN, _HEADS * 128),
-            (_HIDDEN,),
-            (_HIDDEN,),
-        ]
-        inner = _DENSE_HIDDEN if layer == 0 else _EXPERT_HIDDEN
-        whole += [(inner, _HIDDEN), (inner, _HIDDEN), (_HIDDEN, inner)]
-        if layer > 0:
-            whole.append((_EXPERTS, _HIDDEN))
-            whole += [
-                (_EXPERTS, 2 * _EXPERT_HIDDEN, _HIDDEN),
-                (_EXPERTS, _HIDDEN, _EXPERT_HIDDEN),
-            ]
     # Both ways of sharding cut the first dimension.
-    return [-(-shape[0] // _NUM_RANKS) * math.prod(shape[1:]) for shape in whole]
+    return [-(-shape[0] // _NUM_RANKS) * math.prod(shape[1:]) for shape in kimi_k2_shapes()]
 
 
 def sizes_of(layout: str, shrink: int = 1) -> list[int]:

@@ -178,7 +178,7 @@ def draw_case(seed: int, backend: str) -> Case:
     num_ranks = rng.choice([2, 3, 4, 4, 5, 6, 8, 8])
     ranks = tuple(sorted(rng.sample(range(_MOST_RANKS), num_ranks)))
     meshes = [_draw_mesh(rng, ranks) for _ in range(rng.randint(1, 3))]
-    parameters = tuple(_draw_parameter(rng, meshes, backend) for _ in range(rng.randint(1, 6)))
+    parameters = tuple(_draw_parameter(rng, meshes, backend) for _ in range(rng.randint(1, 5)))
     with_model = rng.random() < 0.5
     reproducible = rng.random() < 0.2 and {p.dtype for p in parameters} <= set(_DTYPES)
     # Without names the ranks of a sum find each other's addends by their place in the list.
@@ -205,17 +205,21 @@ def _draw_mesh(rng: random.Random, ranks: tuple[int, ...]) -> DrawnMesh:
     members = sorted(rng.sample(ranks, size))
     if rng.random() < 0.3:
         rng.shuffle(members)
+    num_axes = rng.choice([1, 2, 3])
     shapes = [
         shape
-        for num_axes in (1, 2, 3)
         for shape in itertools.product(range(1, size + 1), repeat=num_axes)
         if math.prod(shape) == size
     ]
-    return DrawnMesh(rng.choice(shapes), tuple(members))
+    fewest_ones = min(shape.count(1) for shape in shapes)
+    cut = [shape for shape in shapes if shape.count(1) == fewest_ones]
+    return DrawnMesh(rng.choice(cut if rng.random() < 0.7 else shapes), tuple(members))
 
 
 def _draw_parameter(rng: random.Random, meshes: list[DrawnMesh], backend: str) -> DrawnParameter:
-    shape = tuple(rng.choice([0, 1, 2, 3, 5, 8]) for _ in range(rng.randint(1, 3)))
+    shape = tuple(rng.choice([1, 2, 3, 4, 5, 7, 8, 9]) for _ in range(rng.randint(1, 3)))
+    if rng.random() < 0.08:
+        shape = (*shape[1:], 0)
     mesh = rng.choice([*meshes, *meshes, None])
     placements = _draw_placements(rng, len(mesh.shape), len(shape)) if mesh else ()
     is_partial = any(isinstance(placement, Partial) for placement in placements)

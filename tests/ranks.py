@@ -248,7 +248,7 @@ def _join_group(
     )
     torch.set_num_threads(1)
     if "hccl" in backend:
-        torch.npu.set_device(rank)
+        torch.npu.set_device(rank % torch.npu.device_count())
     if backend != "none":
         store = connect()
         store.set_timeout(timeout)

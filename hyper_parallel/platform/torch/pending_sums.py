@@ -176,6 +176,7 @@ def _slices(
         received = torch.empty(share, dtype=pending.dtype, device=group.device)
         reduce_scatter_sum(_as_real(received), _as_real(chunk), group.group)
         group.copies += Copies(collectives=1)
+        del chunk  # before the next is made
         # The last ranks' slices may be padding, which is zeros and part of no gradient.
         first = share * group.group_rank
         yield received[: max(0, min(share, numel - first))]

@@ -89,17 +89,18 @@ def test_dense_and_replicated_dtensor(backend):
     assert_norm(clip_on(4, backend, make), 146.424)
 
 
-def test_replicated_and_sharded_on_eight_ranks():
+@both
+def test_replicated_and_sharded_on_eight_ranks(backend):
     """TransformerEngine (ROCm)#715."""
 
     def make(rank):
-        mesh = mesh_of("gloo", (8,))
+        mesh = mesh_of(backend, (8,))
         return [
             parameter(torch.ones(4), mesh, [Replicate()]),
             parameter(torch.full((8,), 2.0), mesh, [Shard(0)]),
         ]
 
-    assert_norm(clip_on(8, "gloo", make), 6.0)
+    assert_norm(clip_on(8, backend, make), 6.0)
 
 
 @both
@@ -149,16 +150,17 @@ def test_rank_without_its_expert_gradient(backend):
     assert norms[0] == pytest.approx(639.944, abs=5e-4)
 
 
-def test_nan_on_one_rank_reaches_all():
+@both
+def test_nan_on_one_rank_reaches_all(backend):
     """verl-omni#539."""
 
     def rank_main(rank):
-        param = dense("gloo")
+        param = dense(backend)
         if rank == 2:
             local_grad(param)[0, 0] = math.nan
         return clip_grad_norm_([param], 1.0).item()
 
-    assert all(math.isnan(norm) for norm in run_ranks(rank_main, 4))
+    assert all(math.isnan(norm) for norm in run_ranks(rank_main, 4, backend=backend))
 
 
 @both
@@ -213,6 +215,18 @@ def test_work_grows_linearly_with_the_number_of_dtensors():
         assert whole <= 2.0 * half
 
 
+def test_two_thousand_small_shards_take_a_few_calls_each():
+    """pytorch#133586: slower than `_foreach_norm` on the local tensors; benchmarks measure it."""
+
+    def rank_main(rank):
+        mesh = mesh_of("gloo", (2,))
+        params = [parameter(torch.ones(1024), mesh, [Shard(0)]) for _ in range(2000)]
+        clip_grad_norm_(params, 1.0)
+        return count_calls(lambda: clip_grad_norm_(params, 1.0)) / len(params)
+
+    assert max(run_ranks(rank_main, 2)) < 2
+
+
 @both
 def test_empty_shard_under_the_inf_norm(backend):
     """torchrec#3809, #3891: 3 rows on 4 ranks."""
@@ -226,14 +240,15 @@ def test_empty_shard_under_the_inf_norm(backend):
     assert run_ranks(rank_main, 4, backend=backend) == [6.0] * 4
 
 
-def test_largest_of_three_buckets():
+@both
+def test_largest_of_three_buckets(backend):
     """VeOmni#758."""
 
     def make(rank):
-        mesh = mesh_of("gloo", (2,))
+        mesh = mesh_of(backend, (2,))
         return [parameter(torch.full((4,), v), mesh, [Shard(0)]) for v in (1.0, 5.0, 3.0)]
 
-    assert_norm(clip_on(2, "gloo", make, norm_type=math.inf), 5.0)
+    assert_norm(clip_on(2, backend, make, norm_type=math.inf), 5.0)
 
 
 def test_accumulated_gradient_has_one_norm():
@@ -251,21 +266,23 @@ def test_accumulated_gradient_has_one_norm():
     assert run_ranks(rank_main, 1, backend="none") == [[7.0, 10.0]]
 
 
-def test_bucket_without_local_parameters():
+@both
+def test_bucket_without_local_parameters(backend):
     """DeepSpeed#5241: the norm of the other bucket, as a tensor."""
 
     def rank_main(rank):
-        mesh = mesh_of("gloo", (2,))
+        mesh = mesh_of(backend, (2,))
         present = parameter(torch.tensor([3.0, 4.0]), mesh, [Shard(0)])
         absent = parameter_of_shard(torch.empty(0, 4), mesh, [Shard(0)])
         norm = clip_grad_norm_([absent, present], 1.0)
         assert isinstance(norm, torch.Tensor)
         return norm.item()
 
-    assert run_ranks(rank_main, 2) == [5.0, 5.0]
+    assert run_ranks(rank_main, 2, backend=backend) == [5.0, 5.0]
 
 
-def test_ddp_gradients_are_equal_already():
+@both
+def test_ddp_gradients_are_equal_already(backend):
     """twinkle#290: [0.8] on two ranks is 0.8, not its root of two fold."""
 
     def rank_main(rank):
@@ -275,7 +292,7 @@ def test_ddp_gradients_are_equal_already():
         assert torch.equal(param.grad, before)
         return norm
 
-    assert run_ranks(rank_main, 2) == [torch.tensor(0.8).item()] * 2
+    assert run_ranks(rank_main, 2, backend=backend) == [torch.tensor(0.8).item()] * 2
 
 
 @both

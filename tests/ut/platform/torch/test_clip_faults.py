@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from hyper_parallel import clip_grad_norm_, get_total_norm
+from hyper_parallel import NormReducer, clip_grad_norm_, get_total_norm
 from hyper_parallel.platform.torch import partial_norms
 from tests.clipping import error_of
 from tests.ranks import RankFailedError, run_ranks
@@ -77,7 +77,7 @@ def spoil_with(kind):
     "kind", ["float8", "meta", "csr", "expanded", "inference", "partial-max", "not-a-tensor"]
 )
 def test_bad_gradient_on_one_rank_is_named_by_all(kind):
-    """pytorch#121020: an error in the middle of the scaling left half the gradients scaled."""
+    """Found before anything is scaled, and told to all."""
 
     def rank_main(rank):
         params = [dense("gloo")]
@@ -94,6 +94,39 @@ def test_bad_gradient_on_one_rank_is_named_by_all(kind):
         return message
 
     assert len(set(run_ranks(rank_main, 4))) == 1
+
+
+class StubbornTensor(torch.Tensor):
+    """Can be measured, but not multiplied in place."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.mul_:
+            raise NotImplementedError("no mul_ here")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("broken", ["kernel", "class of a tensor"])
+def test_error_inside_the_scale_pass_leaves_gradients_whole(monkeypatch, broken):
+    """pytorch#121020: half of the gradients were scaled."""
+    sparse = torch.nn.Parameter(torch.zeros(4))
+    sparse.grad = torch.tensor([0.0, 2.0, 0.0, 4.0]).to_sparse()
+    dense_param = parameter(torch.tensor([3.0, 4.0]))
+    stubborn = parameter(torch.ones(1))
+    stubborn.main_grad = torch.ones(4, 4)[:, ::2]
+    if broken == "kernel":
+
+        def fail(tensors, coef):
+            raise MemoryError("no room for a plan")
+
+        monkeypatch.setattr(partial_norms.host, "scale_", fail)
+    else:
+        stubborn.main_grad = stubborn.main_grad.as_subclass(StubbornTensor)
+    with pytest.raises((MemoryError, NotImplementedError)):
+        clip_grad_norm_([sparse, dense_param, stubborn], 1.0)
+    assert sparse.grad.to_dense().tolist() == [0.0, 2.0, 0.0, 4.0]
+    assert dense_param.grad.tolist() == [3.0, 4.0]
+    assert torch.equal(stubborn.main_grad.as_subclass(torch.Tensor), torch.ones(4, 2))
 
 
 def test_several_bad_gradients_are_all_named():
@@ -271,3 +304,45 @@ def test_minus_zero_is_the_same_request_as_zero():
         return clip_grad_norm_([param], math.inf, -0.0 if rank else 0.0).item()
 
     assert run_ranks(rank_main, 4) == [32.0] * 4
+
+
+@both
+@pytest.mark.parametrize("p", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("named", [True, False], ids=["module", "list"])
+def test_nonfinite_gradients_of_several_ranks_are_named_with_counts(backend, named, p):
+    """And without raising the result holds the same."""
+
+    def rank_main(rank):
+        module = torch.nn.Module()
+        module.plain = parameter(torch.ones(3))
+        module.dense, module.expert = dense(backend), expert(backend, on_host=False)
+        if rank == 0:
+            module.plain.grad[1] = math.nan
+            local_grad(module.dense)[0, :3] = -math.inf
+        if rank == 3:
+            local_grad(module.expert)[0, 0, :2] = math.nan
+        listed = module if named else list(module.parameters())
+        reducer = NormReducer(module if named else None)
+        before = [local_grad(param).clone() for param in module.parameters()]
+        found = reducer.clip_(listed, math.inf, p).nonfinite
+        with pytest.raises(RuntimeError) as raised:
+            reducer.clip_(listed, 1.0, p, error_if_nonfinite=True)
+        for param, grad in zip(module.parameters(), before, strict=True):
+            torch.testing.assert_close(local_grad(param), grad, rtol=0, atol=0, equal_nan=True)
+        return [(f.name, f.num_nan, f.num_inf) for f in found], str(raised.value)
+
+    results = run_ranks(rank_main, 4, backend=backend)
+    plain, dense_, expert_ = (
+        ("plain", "dense", "expert")
+        if named
+        else [f"parameters[{i}] of shape {s}" for i, s in enumerate([(3,), (8, 4), (4, 4, 4)])]
+    )
+    assert [found for found, _ in results] == [
+        [(plain, 1, 0), (dense_, 0, 3)],
+        [],
+        [],
+        [(expert_, 2, 0)],
+    ]
+    assert len({message for _, message in results}) == 1
+    expected = f"rank 0: {plain} (1 NaN, 0 inf); {dense_} (0 NaN, 3 inf); rank 3: {expert_} (2 NaN"
+    assert expected in results[0][1]

@@ -36,7 +36,7 @@ def assert_same_on_all(values: list[float], expected: float, digits: int = 5) ->
 
 @both
 def test_shards_of_two_groups_give_upstreams_norm(backend):
-    """Four shards of A, two of B; each rank holds one of either."""
+    """hyper-parallel unit tests: four shards of A, two of B; each rank holds one of either."""
 
     def rank_main(rank):
         a, b = seeded(0, (8, 16), (8, 16))
@@ -50,6 +50,8 @@ def test_shards_of_two_groups_give_upstreams_norm(backend):
 
 @both
 def test_two_meshes_over_the_same_ranks_share_one_lane_and_one_reduce(backend):
+    """hyper-parallel unit tests."""
+
     def rank_main(rank):
         a, b = seeded(2, (8, 16), (8, 16))
         flat = parameter_of_shard(a, mesh_of(backend, (4,), ("flat",)), [Shard(0)])
@@ -66,6 +68,8 @@ def test_two_meshes_over_the_same_ranks_share_one_lane_and_one_reduce(backend):
 
 @both
 def test_replicated_gradient_counts_once(backend):
+    """hyper-parallel unit tests."""
+
     def rank_main(rank):
         a, b = seeded(1, (8, 16), (8, 16))
         mesh = mesh_of(backend, (4,), ("all",))
@@ -80,7 +84,7 @@ def test_replicated_gradient_counts_once(backend):
 
 @both
 def test_larger_replicated_gradient_counts_once(backend):
-    """15.701258, not 24.815194."""
+    """hyper-parallel unit tests: 15.701258, not 24.815194."""
 
     def rank_main(rank):
         shard, replicated = seeded(3, (2, 16), (8, 16))
@@ -96,7 +100,7 @@ def test_larger_replicated_gradient_counts_once(backend):
 
 @both
 def test_partial_gradient_counts_as_its_sum(backend):
-    """47.443284, not 11.860821; and each rank's addend is scaled, so that the sum is."""
+    """hyper-parallel unit tests: 47.443284, not 11.860821; each addend is scaled, hence the sum."""
 
     def rank_main(rank):
         [a] = seeded(5, (8, 16))

@@ -42,6 +42,36 @@ def test_new_rank_set_at_step_3_costs_one_exchange(backend):
         assert [c for _, c in trace] == [4, 1, 1, 5, 1, 1]
 
 
+@pytest.mark.simnpu
+def test_first_gradient_of_one_rank_on_a_new_rank_set_costs_the_simulated_npu_one_exchange():
+    """The same norm on all ranks, and 1/1/1/1 again from the next step on."""
+    from hyper_parallel.testing import simnpu
+
+    def rank_main(rank):
+        halves = mesh_of("hccl", (2, 2), ("replicate", "shard"))
+        old = parameter(torch.full((4,), 2.0), halves, [Replicate(), Shard(0)])
+        new = parameter(torch.full((4,), 3.0), mesh_of("hccl", (4,)), [Shard(0)])
+        reducer = NormReducer()
+        trace = []
+        for step in range(6):
+            params = [old, new] if step >= 3 and rank == 2 else [old]
+            simnpu.reset_counters()
+            norm = reducer.clip_(params, math.inf).total_norm.item()
+            counters = simnpu.counters()
+            cost = [counters[key] for key in ("h2d", "collectives", "d2h", "host_syncs")]
+            trace.append((norm, cost))
+        return trace
+
+    results = run_ranks(rank_main, 4, backend="hccl")
+    assert all(trace == results[0] for trace in results)
+    norms = [norm for norm, _ in results[0]]
+    assert norms == [4.0] * 3 + [5.0] * 3
+    costs = [cost for _, cost in results[0]]
+    # One reduce tells all ranks to exchange: lengths, hashes, members. Then they reduce again.
+    assert costs[3][1] == 5
+    assert [costs[step] for step in (1, 2, 4, 5)] == [[1, 1, 1, 1]] * 4
+
+
 @both
 def test_lists_filtered_down_to_a_few_dtensors(backend):
     def rank_main(rank):

@@ -4,13 +4,21 @@ import math
 
 import pytest
 import torch
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from hyper_parallel import NormReducer, clip_grad_norm_, get_total_norm
 from hyper_parallel.platform.torch import pending_sums
 from tests.clipping import error_of
 from tests.ranks import run_ranks
-from tests.sharding import both, dense, local_grad, mesh_of, parameter, parameter_of_shard
+from tests.sharding import (
+    both,
+    dense,
+    dtensor_of_shard,
+    local_grad,
+    mesh_of,
+    parameter,
+    parameter_of_shard,
+)
 
 
 def test_partial_gradients_that_differ_in_size_are_refused_by_all():
@@ -111,3 +119,93 @@ def test_nan_in_a_partial_gradient_reaches_all_ranks():
         return norm
 
     assert all(math.isnan(norm) for norm in run_ranks(rank_main, 4))
+
+
+@both
+@pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_partial_gradient_of_a_replicated_parameter_is_whole_in_the_next_step(backend, on_host, op):
+    """As tensor parallel norm weights are before and after their gradients are added up."""
+
+    def rank_main(rank):
+        mesh = mesh_of(backend, (4,))
+        param = parameter(torch.zeros(5), mesh, [Replicate()], on_host=on_host)
+        whole = dense(backend, on_host=on_host)
+        addend = torch.arange(5.0) * (rank + 1)
+        total = torch.arange(5.0) * (10.0 if op == "sum" else 2.5)
+        reducer = NormReducer()
+        norms, costs = [], []
+        for grad, placement in [(addend, Partial(op)), (total, Replicate())] * 2:
+            local = grad if on_host else grad.to(mesh.device_type)
+            param.grad = dtensor_of_shard(local, (5,), mesh, [placement])
+            result = reducer.clip_([param, whole], math.inf)
+            norms.append(result.total_norm.item())
+            costs.append(result.copies.collectives)
+        assert costs[1] == costs[3] == 1
+        assert costs[2] > 1
+        return norms
+
+    scale = 10.0 if op == "sum" else 2.5
+    expected = (scale**2 * 30 + 11440) ** 0.5
+    for norms in run_ranks(rank_main, 4, backend=backend):
+        assert norms == pytest.approx([expected] * 4, rel=1e-7)
+        assert len(set(norms)) == 1
+
+
+@both
+def test_partial_gradient_that_only_one_rank_has(backend):
+    def rank_main(rank):
+        param = parameter_of_shard(
+            torch.tensor([3.0, 4.0, 12.0]), mesh_of(backend, (4,)), [Partial()]
+        )
+        if rank != 2:
+            param.grad = None
+        return clip_grad_norm_([param], 1.0).item()
+
+    assert run_ranks(rank_main, 4, backend=backend) == [13.0] * 4
+
+
+@both
+def test_one_reduce_scatter_per_chunk_of_a_partial_gradient(backend):
+    """Chunks of 64 elements over all ranks; sizes that no number of ranks divides."""
+    sizes = [0, 1, 3, 4, 5, 63, 64, 65, 200]
+
+    def rank_main(rank):
+        pending_sums._CHUNK_NUMEL = 64
+        scatter = pending_sums.reduce_scatter_sum
+        results = []
+        for numel in sizes:
+            shares = []
+            pending_sums.reduce_scatter_sum = lambda out, *rest, shares=shares: (
+                shares.append(out.numel()) or scatter(out, *rest)
+            )
+            addend = torch.arange(1.0, numel + 1) * (rank + 1)
+            param = parameter_of_shard(addend, mesh_of(backend, (4,)), [Partial()])
+            results.append((clip_grad_norm_([param], math.inf).item(), shares))
+        return results
+
+    for results in run_ranks(rank_main, 4, backend=backend):
+        for numel, (norm, shares) in zip(sizes, results, strict=True):
+            exact = 10 * sum(i**2 for i in range(1, numel + 1)) ** 0.5
+            assert norm == pytest.approx(exact, rel=1e-6)
+            assert len(shares) == -(-numel // 64)
+            assert all(share <= 16 for share in shares)
+
+
+@pytest.mark.simnpu
+def test_partial_gradient_needs_device_memory_for_a_chunk_only():
+    from hyper_parallel.testing import simnpu
+
+    def rank_main(rank):
+        pending_sums._CHUNK_NUMEL = 1 << 14
+        param = parameter_of_shard(torch.ones(1 << 20), mesh_of("hccl", (4,)), [Partial()])
+        clip_grad_norm_([param], math.inf)
+        simnpu.reset_counters()
+        before = simnpu.counters()["device_bytes"]
+        norm = clip_grad_norm_([param], 1.0).item()
+        return norm, simnpu.counters()["device_bytes_peak"] - before
+
+    for norm, extra_bytes in run_ranks(rank_main, 4, backend="hccl"):
+        assert norm == 4096.0
+        # A chunk, this rank's quarter of it, once more as float64, and small change.
+        assert extra_bytes <= 4 * (1 << 14) * 2 < 4 * (1 << 20) / 30

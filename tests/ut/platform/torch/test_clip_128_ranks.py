@@ -1,0 +1,195 @@
+"""Kimi-K2's parameter list, at 1/4096 of its size, on 128 forked ranks.
+
+Gradients are small integers, so that the exact norm is a sum of integers. Some minutes on 2 cores,
+most of them for making the gradients: `make test-slow`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from benchmarks.layouts import kimi_k2_shapes
+from hyper_parallel import NormReducer
+from hyper_parallel.platform.torch import reduction_groups
+from hyper_parallel.testing import simnpu
+from tests.ranks import RankPool
+from tests.reference import assert_rounds_sqrt
+from tests.sharding import dtensor_of_shard, groupless_mesh
+
+pytestmark = [pytest.mark.slow, pytest.mark.simnpu, pytest.mark.timeout(400)]
+
+NUM_RANKS = 128
+SHAPES = kimi_k2_shapes(narrow=64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Where a parameter lives: a mesh, its global ranks in row-major order, and placements."""
+
+    mesh_shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    ranks: range = range(NUM_RANKS)
+
+
+def fsdp_and_ep(index: int, rank: int) -> Spec:
+    """FSDP-128 for what is dense; 128 ranks with 3 experts each."""
+    del index, rank
+    return Spec((128,), (Shard(0),))
+
+
+def hsdp(index: int, rank: int) -> Spec:
+    del index, rank
+    return Spec((8, 16), (Replicate(), Shard(0)))
+
+
+def tp_and_fsdp(index: int, rank: int) -> Spec:
+    """TP 4 inside FSDP 32; norm weights are replicated over TP."""
+    del rank
+    is_matrix = len(SHAPES[index]) > 1
+    return Spec((32, 4), (Shard(0), Shard(1) if is_matrix else Replicate()))
+
+
+def pp_and_fsdp(index: int, rank: int) -> Spec | None:
+    """Four stages of 32 ranks; None for a parameter of another stage."""
+    stage = index * 4 // len(SHAPES)
+    ranks = range(32 * stage, 32 * stage + 32)
+    return Spec((32,), (Shard(0),), ranks) if rank in ranks else None
+
+
+LAYOUTS = {
+    "fsdp128-ep128": fsdp_and_ep,
+    "hsdp8x16": hsdp,
+    "tp4-fsdp32": tp_and_fsdp,
+    "pp4-fsdp32": pp_and_fsdp,
+}
+NUM_LANES = {"fsdp128-ep128": 1, "hsdp8x16": 8, "tp4-fsdp32": 1 + 4, "pp4-fsdp32": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one rank saw of a clip."""
+
+    total_norm: torch.Tensor
+    counted: list[int]
+    num_lanes: int
+    buffer_bytes: int
+    seconds: float
+    exchange_bytes: int
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(NUM_RANKS, backend="hccl", group_timeout_s=200)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def sum_of_squares() -> int:
+    return sum(
+        int(integers(index, [range(size) for size in shape]).square().sum())
+        for index, shape in enumerate(SHAPES)
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_128_ranks_agree_on_the_exact_norm_in_one_all_reduce(pool, sum_of_squares, name):
+    outcomes = pool.run(clip_layout, name, timeout_s=300)
+    assert len({outcome.total_norm.item() for outcome in outcomes}) == 1
+    assert_rounds_sqrt(outcomes[0].total_norm, Fraction(sum_of_squares))
+    for outcome in outcomes:
+        assert outcome.counted == [1, 1, 1, 1]
+        assert outcome.num_lanes == NUM_LANES[name]
+    first = outcomes[0]
+    slowest = max(outcome.seconds for outcome in outcomes)
+    print(  # noqa: T201 - figures for the README, shown by pytest -s
+        f"\n{name}: {first.num_lanes} lane(s), buffer {first.buffer_bytes} bytes, agreed at set-up "
+        f"with {first.exchange_bytes} bytes, slowest clip {slowest:.2f} s"
+    )
+
+
+def integers(index: int, ranges: Sequence[range]) -> torch.Tensor:
+    """Return a piece of the gradient of parameter number `index`: integers from -7 to 7."""
+    flat = torch.zeros((), dtype=torch.int64)
+    stride = 1
+    for dim in reversed(range(len(ranges))):
+        places = torch.arange(ranges[dim].start, ranges[dim].stop)
+        others = len(ranges) - 1 - dim
+        flat = flat + (places * stride).reshape(-1, *[1] * others)
+        stride *= SHAPES[index][dim]
+    return (flat * 40503 + index * 977 >> 4).remainder_(15).sub_(7)
+
+
+def shard_of(index: int, spec: Spec, rank: int) -> torch.Tensor:
+    ranges = [range(size) for size in SHAPES[index]]
+    place_in_mesh = torch.tensor(spec.ranks.index(rank))
+    places = torch.unravel_index(place_in_mesh, spec.mesh_shape)
+    for placement, size, place in zip(spec.placements, spec.mesh_shape, places, strict=True):
+        if isinstance(placement, Shard):
+            whole = ranges[placement.dim]
+            width = -(-len(whole) // size)
+            ranges[placement.dim] = whole[int(place) * width : (int(place) + 1) * width]
+    return integers(index, ranges).to(torch.bfloat16)
+
+
+@functools.cache
+def mesh_of(shape: tuple[int, ...], ranks: range) -> DeviceMesh:
+    return groupless_mesh("npu", shape, ranks)
+
+
+def stages_of(rank: int) -> dist.ProcessGroup:
+    """Return the group of the ranks that stand where this one does in the four stages."""
+    groups = [dist.new_group(list(range(place, NUM_RANKS, 32))) for place in range(32)]
+    return groups[rank % 32]
+
+
+def clip_layout(rank: int, name: str) -> Outcome:
+    """Clip the model laid out so; check that this rank's shards are scaled."""
+    reduction_groups._groups.clear()
+    specs = {index: LAYOUTS[name](index, rank) for index in range(len(SHAPES))}
+    specs = {index: spec for index, spec in specs.items() if spec}
+    model = torch.nn.ParameterDict()
+    for index, spec in specs.items():
+        shard = shard_of(index, spec, rank)
+        zeros = torch.zeros((), dtype=shard.dtype).expand(shard.shape)  # no memory
+        weight, grad = (
+            dtensor_of_shard(
+                local, SHAPES[index], mesh_of(spec.mesh_shape, spec.ranks), spec.placements
+            )
+            for local in (zeros, shard)
+        )
+        model[str(index)] = torch.nn.Parameter(weight, requires_grad=False)
+        model[str(index)].grad = grad
+    pp_group = stages_of(rank) if name == "pp4-fsdp32" else None
+    simnpu.reset_counters()
+    reducer = NormReducer(model, pp_group=pp_group)
+    exchange_bytes = simnpu.counters()["collective_bytes"]
+    simnpu.reset_counters()
+    start = time.perf_counter()
+    result = reducer.clip_(model, 1.0)
+    seconds = time.perf_counter() - start
+    counters = simnpu.counters()
+    assert result.clip_coef < 1.0
+    for index in [index for index in specs if index % 30 == 0]:
+        scaled = shard_of(index, specs[index], rank).float() * result.clip_coef
+        assert torch.equal(model[str(index)].grad.to_local(), scaled.bfloat16())
+    group = reduction_groups.resolve_group(None)
+    return Outcome(
+        total_norm=result.total_norm,
+        counted=[counters[key] for key in ("h2d", "collectives", "d2h", "host_syncs")],
+        num_lanes=len(group.layout.lane_of),
+        buffer_bytes=4 * group.staging.numel,
+        seconds=seconds,
+        exchange_bytes=exchange_bytes,
+    )

@@ -6,6 +6,7 @@ nowhere else.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -79,22 +80,38 @@ class Declarations:
             return shards
         placed = {reach: self._place_on_stages(reach) for reach in shards.distinct_reaches}
         reaches = list(map(placed.__getitem__, shards.reaches))
-        if self.sharded or self.copied:
-            faults = []
-            for i, position in enumerate(shards.positions):
-                tensor = listed.tensors[position]
-                if isinstance(tensor, torch.Tensor) and (
-                    tensor in self.sharded or tensor in self.copied
-                ):
-                    reach = shards.reaches[i]
-                    fault = self._contradiction(tensor, reach)
-                    if fault:
-                        faults.append(f"{listed.describe(position)} {fault}")
-                    else:
-                        reaches[i] = self._place_declared(tensor, reach)
-            if faults:
-                raise ValueError(join_some(faults))
+        if self._groups_of:
+            self._place_all_declared(shards, listed, reaches)
         return replace(shards, reaches=reaches)
+
+    @functools.cached_property
+    def _groups_of(self) -> dict[int, tuple[RankSet, RankSet]]:
+        """By id of a tensor, what it is sharded and what it is replicated over."""
+        declared = {id(tensor): tensor for tensor in (*self.sharded, *self.copied)}
+        return {
+            i: (self.sharded.get(tensor, ()), self.copied.get(tensor, ()))
+            for i, tensor in declared.items()
+        }
+
+    def _place_all_declared(
+        self, shards: GradShards, listed: ParameterList, reaches: list[Reach]
+    ) -> None:
+        """Replace the reaches of declared tensors."""
+        faults = []
+        placed: dict[tuple[Reach, RankSet, RankSet], Reach] = {}  # few, for any number of tensors
+        for i, position in enumerate(shards.positions):
+            groups = self._groups_of.get(id(listed.tensors[position]))
+            if groups is None:
+                continue
+            key = (shards.reaches[i], *groups)
+            if key not in placed:
+                if fault := self._contradiction(*key):
+                    faults.append(f"{listed.describe(position)} {fault}")
+                    continue
+                placed[key] = self._place_declared(*key)
+            reaches[i] = placed[key]
+        if faults:
+            raise ValueError(join_some(faults))
 
     def statement(self, lanes: Iterable[LaneKey], *, is_complete: bool = True) -> Statement:
         """Return what this rank brings to an agreement.
@@ -113,11 +130,11 @@ class Declarations:
         return Statement(stated, self.stages, is_complete)
 
     def _validate_known(self, listed: ParameterList) -> None:
-        declared = {id(tensor): tensor for tensor in (*self.sharded, *self.copied)}
-        if not declared:
+        if not self._groups_of:
             return
-        unknown = declared.keys() - listed.names.keys() - set(map(id, listed.tensors))
+        unknown = self._groups_of.keys() - listed.names.keys() - set(map(id, listed.tensors))
         if unknown:
+            declared = {id(tensor): tensor for tensor in (*self.sharded, *self.copied)}
             shapes = join_some([f"one of shape {tuple(declared[i].shape)}" for i in unknown])
             raise ValueError(
                 f"{len(unknown)} of the tensors in sharded_over and replicated_over are not among "
@@ -140,19 +157,17 @@ class Declarations:
             return replace(reach, rank_set=counted if first else UNCOUNTED, siblings=())
         return replace(reach, rank_set=self.stages) if reach.rank_set == UNSHARDED else reach
 
-    def _place_declared(self, tensor: torch.Tensor, reach: Reach) -> Reach:
-        over = self.sharded.get(tensor, ())
+    def _place_declared(self, reach: Reach, over: RankSet, copied: RankSet) -> Reach:
         if len(over) > 1:
             key = _union(reach, over) if reach.rank_set else over
             reach = replace(reach, rank_set=key, siblings=())
-        copies = _shared(self.copied.get(tensor, ()), self.stages or ())
+        copies = _shared(copied, self.stages or ())
         if len(copies) > 1:
             reach = replace(reach, copies=tuple(sorted({*reach.copies, *copies})))
         return self._place_on_stages(reach)
 
-    def _contradiction(self, tensor: torch.Tensor, reach: Reach) -> str | None:
+    def _contradiction(self, reach: Reach, over: RankSet, copied: RankSet) -> str | None:
         """Say what declarations of a tensor cannot both be true; None where they can."""
-        over, copied = self.sharded.get(tensor, ()), self.copied.get(tensor, ())
         if both := _other_ranks(over, copied):
             return f"is declared both sharded and replicated over ranks {describe_ranks(both)}"
         if both := _other_ranks(over, reach.copies):

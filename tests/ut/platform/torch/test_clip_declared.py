@@ -256,25 +256,27 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_declarations_are_refused_by_all(case):
+def test_wrong_declarations_are_refused_by_all():
     """On one rank only: the others learn of it."""
 
     def rank_main(rank):
         mesh = mesh_of("gloo", (2, 2), ("a", "b"))
-        params, arguments = declared_wrongly(case, mesh)
-        if rank != 1:  # declares the stages alone, if any
-            kept = {name: arguments[name] for name in arguments if name == "pp_group"}
-            arguments = kept or {"sharded_over": {}}
-        error = error_of(params, 1.0, **arguments)
-        return type(error), str(error)
+        outcomes = {}
+        for case in WRONG:
+            params, arguments = declared_wrongly(case, mesh)
+            if rank != 1:  # declares the stages alone, if any
+                kept = {name: arguments[name] for name in arguments if name == "pp_group"}
+                arguments = kept or {"sharded_over": {}}
+            error = error_of(params, 1.0, **arguments)
+            outcomes[case] = type(error), str(error)
+        return outcomes
 
-    outcomes = run_ranks(rank_main, 4)
-    kind, text = WRONG[case]
-    for found, message in outcomes:
-        assert found is kind
-        assert "rank 1: " in message
-        assert text in message
+    for outcomes in run_ranks(rank_main, 4):
+        for case, (kind, text) in WRONG.items():
+            found, message = outcomes[case]
+            assert found is kind, case
+            assert "rank 1: " in message
+            assert text in message
 
 
 @pytest.mark.parametrize("kind", ["silent", "other-mesh", "other-group"])

@@ -166,30 +166,47 @@ DISAGREEMENTS = {
 }
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["at-first", "later"])
-@pytest.mark.parametrize("kind", DISAGREEMENTS)
-@both
-def test_ranks_that_disagree_on_the_stages_are_told_alike(kind, known, backend):
-    def rank_main(rank):
-        mesh = mesh_of(backend, (2, 2), ("pp", "fsdp"))
-        groups = {
-            "columns": mesh.get_group("pp"),
-            "rows": mesh.get_group("fsdp"),
-            "all": dist.group.WORLD,
-        }
-        param = parameter(values(rank // 2, 8), mesh["fsdp"], [Shard(0)])
-        if known:  # each of the groups has been agreed on before
-            for name in groups:
-                clip_grad_norm_([param], math.inf, pp_group=groups[name])
+def disagree(rank, mesh, kinds):
+    """Disagree in each of these ways, then clip as one should."""
+    groups = {
+        "columns": mesh.get_group("pp"),
+        "rows": mesh.get_group("fsdp"),
+        "all": dist.group.WORLD,
+    }
+    param = parameter(values(rank // 2, 8), mesh["fsdp"], [Shard(0)])
+    messages = []
+    for kind in kinds:
         error = error_of([param], 1.0, pp_group=DISAGREEMENTS[kind](rank, groups))
         assert isinstance(error, ValueError)
-        return str(error), clip_grad_norm_([param], math.inf, pp_group=groups["columns"])
-
-    results = run_ranks(rank_main, 4, backend=backend)
-    assert len({message for message, _ in results}) == 1
-    assert "pp_group" in results[0][0]
-    for _, norm in results:
+        messages.append(str(error))
+        norm = clip_grad_norm_([param], math.inf, pp_group=groups["columns"])
         assert_rounds_sqrt(norm, exact_pow_sum([values(0, 8), values(1, 8)]))
+        for group in groups.values():  # each of them is agreed on by itself
+            clip_grad_norm_([param], math.inf, pp_group=group)
+    return messages
+
+
+@pytest.mark.parametrize("kind", DISAGREEMENTS)
+def test_ranks_that_disagree_on_the_stages_at_first_are_told_alike(kind):
+    def rank_main(rank):
+        return disagree(rank, mesh_of("gloo", (2, 2), ("pp", "fsdp")), [kind])
+
+    messages = run_ranks(rank_main, 4)
+    assert messages == [messages[0]] * 4
+    assert "pp_group" in messages[0][0]
+
+
+@both
+def test_ranks_that_disagree_on_the_stages_later_are_told_alike(backend):
+    """Though each of the groups has been agreed on before."""
+
+    def rank_main(rank):
+        mesh = mesh_of(backend, (2, 2), ("pp", "fsdp"))
+        return disagree(rank, mesh, [*DISAGREEMENTS, *DISAGREEMENTS])
+
+    messages = run_ranks(rank_main, 4, backend=backend)
+    assert messages == [messages[0]] * 4
+    assert all("pp_group" in message for message in messages[0])
 
 
 def test_group_that_lacks_this_rank_is_raised_by_all():

@@ -17,7 +17,7 @@ $(STAMP): $(STAMP_SOURCES)
 	@echo "setup: installing $(TORCH) and the test packages into $(VENV), a minute or two"
 	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[test]'
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[test,lower]'
 	rm -f $(VENV)/.installed-*
 	touch $@
 
@@ -55,6 +55,17 @@ test-aarch64:
 	aarch64-linux-gnu-g++ $(CHECK_FLAGS) -O2 -static $(CHECK_SOURCES) -o build/host_check_aarch64
 	build/host_check > build/digest
 	qemu-aarch64-static build/host_check_aarch64 | diff build/digest -
+
+# What triton-ascend lowers the device kernels to, run on this processor. In `make test` too, where
+# the tools are there.
+test-lowered: $(STAMP) lowered-tools
+	$(BIN)/python -m pytest tests/kernels/test_triton_lowered.py
+
+lowered-tools:
+	@test -x /usr/lib/llvm-19/bin/mlir-opt -a -x /usr/lib/llvm-19/bin/llc || \
+		(apt-get update -q && apt-get install -q -y --no-install-recommends mlir-19-tools llvm-19) || \
+		(echo "lowered kernels need Debian's mlir-19-tools and llvm-19, which cannot be installed" \
+			"here; the rest of the tests does not need them" >&2; exit 1)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -11,6 +11,10 @@ from pathlib import Path
 # One thread, set before torch starts any: OpenMP's workers do not survive the fork that starts
 # the ranks of a test (tests/ranks.py).
 os.environ["OMP_NUM_THREADS"] = "1"
+# Before anything imports Triton, which asks once: the kernels for devices run in its interpreter,
+# also on the simulated NPU. Tests that compile them do so in processes of their own, and tests of
+# real devices (`-m device`) need the real thing.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import hypothesis
 import pytest

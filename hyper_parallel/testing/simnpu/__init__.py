@@ -7,6 +7,7 @@ It is stricter than the hardware, so that what passes here is right there:
   when the host synchronises. A missing synchronisation gives a wrong answer every time.
 * Only pinned host memory is copied asynchronously.
 * `hccl` takes npu tensors only. A CPU tensor raises torch's own error.
+* Under `TRITON_INTERPRET=1` Triton kernels run on device memory, by Triton's interpreter.
 
 Every copy, collective and wait is counted, and latencies can be injected. Nothing happens at
 import: `install()` compiles the simulator once per machine and registers it with torch.
@@ -72,6 +73,7 @@ def counters() -> dict[str, int]:
             depends on data, barriers.
         event_sync, stream_sync, device_sync: Some of these, by reason.
         kernels: Operators run on the device, views not included.
+        kernel_launches: Triton kernels run on the device (`TRITON_INTERPRET=1`).
         pinned_allocs: Allocations of pinned memory.
         early_rewrites: Pinned buffers that the host changed after the device had read them but
             before the host had synchronised with the copy. On hardware the device may get either

@@ -14,6 +14,7 @@ from torch.utils.backend_registration import (
     rename_privateuse1_backend,
 )
 
+from hyper_parallel.testing import triton_interpreter
 from hyper_parallel.testing.simnpu import _build, _device_module, _native, _torch_private
 
 __all__ = ["MAX_NUM_DEVICES", "configure", "install", "is_installed", "native"]
@@ -42,6 +43,7 @@ def install(*, num_devices: int | None) -> bool:
     generate_methods_for_privateuse1_backend(for_storage=True)
     # For npu only: a CPU tensor then fails in torch, with the message users know.
     dist.Backend.register_backend("hccl", _make_hccl_backend, devices=["npu"])
+    triton_interpreter.run_on_device_memory("npu", _loaded)
     # Counters are per process.
     os.register_at_fork(after_in_child=_loaded.reset_counters)
     return True

@@ -12,6 +12,8 @@
 #include "generator.h"
 #include "hccl_backend.h"
 #include "hooks.h"
+#include "memory.h"
+#include "pinned_memory.h"
 #include "streams.h"
 
 namespace py = pybind11;
@@ -39,6 +41,12 @@ void Synchronize(int device) {
   simnpu::SynchronizeDevice(static_cast<c10::DeviceIndex>(device));
 }
 
+// A kernel that is not one of torch's operators runs now, after whatever its stream still has queued.
+void BeginKernel() {
+  simnpu::Counters::Get().Add("kernel_launches");
+  simnpu::CurrentQueue()->ExecuteAll();
+}
+
 // torch.Event.elapsed_time refuses subclasses of torch.Event.
 double ElapsedMs(int64_t start_event_id, int64_t end_event_id) {
   const auto* start = reinterpret_cast<const simnpu::Marker*>(start_event_id);
@@ -62,6 +70,11 @@ PYBIND11_MODULE(hyper_parallel_simnpu, module) {
   });
   module.def("synchronize", &Synchronize, py::call_guard<py::gil_scoped_release>());
   module.def("elapsed_ms", &ElapsedMs);
+  module.def("begin_kernel", &BeginKernel, py::call_guard<py::gil_scoped_release>());
+  module.def("is_pinned_address", [](uint64_t address) {
+    return simnpu::IsPinned(reinterpret_cast<const void*>(address));
+  });
+  module.attr("DEVICE_ADDRESS_BIT") = static_cast<uint64_t>(simnpu::kDeviceBit);
   module.def("default_generator", [](int device) {
     return simnpu::DefaultGenerator(static_cast<c10::DeviceIndex>(device));
   });

@@ -9,7 +9,8 @@ namespace {
 constexpr const char* kAlwaysPresent[] = {
     "collective_bytes", "collectives", "d2h",        "d2h_async",  "d2h_bytes",
     "device_sync",      "early_rewrites", "event_sync", "h2d",     "h2d_async",
-    "h2d_bytes",        "host_syncs",  "kernels",    "pinned_allocs", "stream_sync",
+    "h2d_bytes",        "host_syncs",  "kernel_launches", "kernels", "pinned_allocs",
+    "stream_sync",
 };
 
 }  // namespace

@@ -15,7 +15,6 @@
 namespace simnpu {
 namespace {
 
-constexpr uintptr_t kDeviceBit = uintptr_t{1} << 52;
 constexpr int kPoisonByte = 0xFF;
 
 void* ToDevicePointer(void* pointer) {

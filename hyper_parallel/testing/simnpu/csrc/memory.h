@@ -12,8 +12,12 @@
 #include <c10/core/Storage.h>
 
 #include <cstddef>
+#include <cstdint>
 
 namespace simnpu {
+
+// Set in every device address. Without it, it is where the bytes are.
+inline constexpr uintptr_t kDeviceBit = uintptr_t{1} << 52;
 
 // Allocates on the current device.
 c10::Allocator* DeviceAllocator();

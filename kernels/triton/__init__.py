@@ -1,0 +1,21 @@
+"""Norms and scaling of tensors in device memory, in Triton: triton-ascend and mainline alike.
+
+Nothing is imported from Triton before something here is called, since that takes half a second and
+not everybody has it. The contract of each kernel is in its module, and what it must compute, in
+exact arithmetic, in `kernels/reference.py`.
+"""
+
+from .launch import LaneFormat, Launcher, is_available
+from .rows import MAX_ROWS_PER_LANE, ROW_NUMEL, RowTotal, total_of_rows
+from .segments import SegmentPlan
+
+__all__ = [
+    "MAX_ROWS_PER_LANE",
+    "ROW_NUMEL",
+    "LaneFormat",
+    "Launcher",
+    "RowTotal",
+    "SegmentPlan",
+    "is_available",
+    "total_of_rows",
+]

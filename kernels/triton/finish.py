@@ -1,0 +1,137 @@
+"""Reduced lanes to the total norm, the clip coefficient and a flag, without leaving the device.
+
+Contract
+    Input: the buffer after the reduce, and where in it the lanes lie that this rank adds up.
+    Output: float32 [norm, coefficient, nonfinite], the last 1 if the norm is NaN or infinite for
+    an element's sake, else 0.
+    Accumulator: digits are added in int32, exactly; the 56 leading bits or more make a pair.
+    Error: the norm is within 0.5 + 2^-20 ulp of the lanes' exact one; where it is subnormal
+    within 0.75 ulp, since it is rounded to 24 bits first. The coefficient is
+    min(1, max_norm * (1 / (norm + 1e-6))), torch's operations in torch's order, the division
+    within 0.5 + 2^-22 ulp.
+    Tail: digits are masked.
+    Limits: 64 lanes. Aliasing: the pointers must be of different memory. One program.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .arithmetic import add_to_pair, power_of_two, split
+
+__all__ = ["finish_kernel"]
+
+GRID_EXPONENT = tl.constexpr(-1074)
+INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def leading_pair(digits, index, DIGIT_BITS: tl.constexpr, NUM_LEADING: tl.constexpr):
+    """Return (high, low, exponent): the number with these int32 digits as pair * 2^exponent.
+
+    The pair is 0, or from 2^-2 to 2^31: balanced digits take less than 3/4 of the leading one.
+    """
+    leading = tl.max(tl.where(digits != 0, index, 0), axis=0)
+    high = 0.0
+    low = 0.0
+    for k in tl.static_range(NUM_LEADING):
+        digit = tl.sum(tl.where(index == leading - k, digits, 0), axis=0)
+        upper = digit >> 12  # a sum over lanes may have more bits than a float32
+        lower = digit - (upper << 12)
+        high, low = add_to_pair(high, low, upper.to(tl.float32) * 2.0 ** (12 - k * DIGIT_BITS))
+        high, low = add_to_pair(high, low, lower.to(tl.float32) * 2.0 ** (-k * DIGIT_BITS))
+    return high, low, leading * DIGIT_BITS + GRID_EXPONENT
+
+
+@triton.jit
+def root_of_pair(high, low):
+    """Return sqrt(high + low), rounded once but for an error of 2^-22 ulp; 0 of 0.
+
+    One step of Newton from an approximate root, with the exact square of that.
+    """
+    root = tl.sqrt(high)
+    a, b = split(root)
+    rest = (((high - a * a) - (a + a) * b) - b * b) + low
+    safe = tl.where(root > 0.0, root, 1.0)
+    return tl.where(root > 0.0, root + rest / (safe + safe), 0.0)
+
+
+@triton.jit
+def reciprocal(x):
+    """Return 1 / x, rounded once but for an error of 2^-22 ulp; x > 0.
+
+    Backends divide by approximation unless told otherwise, and not all can be told (triton-ascend
+    3.2 lowers no `tl.div_rn`). One step of Newton with the exact product, where that stays within
+    the range of float32.
+    """
+    y = 1.0 / x
+    a, b = split(x)
+    c, d = split(y)
+    rest = (((1.0 - a * c) - a * d) - b * c) - b * d
+    return tl.where((x > 2.0**-90) & (x < 2.0**90), y + y * rest, y)
+
+
+@triton.jit
+def finish_kernel(
+    buffer_ptr,
+    own_lanes_ptr,
+    result_ptr,
+    num_own_lanes,
+    max_norm,
+    POWER: tl.constexpr,
+    NUM_DIGITS: tl.constexpr,
+    DIGIT_BITS: tl.constexpr,
+    NUM_LEADING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write [norm, coefficient, nonfinite].
+
+    Args:
+        buffer_ptr: float32, reduced.
+        own_lanes_ptr: int64 [num_own_lanes]: where each begins.
+        result_ptr: float32 [3].
+        num_own_lanes: int32.
+        max_norm: float32; infinite to measure only, then the coefficient is 1.
+        POWER: 2 or 1 for lanes under SUM, 0 for the maxima under MAX.
+        NUM_DIGITS: Of a lane, at most BLOCK.
+        DIGIT_BITS: w.
+        NUM_LEADING: Digits that hold 56 bits below the leading one.
+        BLOCK: A power of two.
+    """
+    index = tl.arange(0, BLOCK)
+    digits = tl.zeros((BLOCK,), dtype=tl.int32)
+    largest = 0.0
+    num_nan = 0.0
+    num_inf = 0.0
+    for i in range(0, num_own_lanes):
+        lane_ptr = buffer_ptr + tl.load(own_lanes_ptr + i)
+        num_nan += tl.load(lane_ptr)
+        num_inf += tl.load(lane_ptr + 1)
+        if POWER > 0:
+            addend = tl.load(lane_ptr + 2 + index, mask=index < NUM_DIGITS, other=0.0)
+            digits += addend.to(tl.int32)
+        else:
+            value = tl.load(lane_ptr + 2)
+            largest = tl.where(value > largest, value, largest)
+    if POWER == 0:
+        norm = largest
+    else:
+        high, low, exponent = leading_pair(digits, index, DIGIT_BITS, NUM_LEADING)
+        if POWER == 2:
+            odd = exponent & 1
+            factor = tl.where(odd == 1, 2.0, 1.0)
+            norm = root_of_pair(high * factor, low * factor)
+            exponent = (exponent - odd) >> 1
+        else:
+            norm = high + low
+        half = exponent >> 1
+        norm = norm * power_of_two(half) * power_of_two(exponent - half)
+    norm = tl.where(num_inf > 0.0, INFINITY, norm)
+    norm = tl.where(num_nan != 0.0, float("nan"), norm)  # NaN != 0
+    coefficient = reciprocal(norm + 1e-6) * max_norm
+    coefficient = tl.where(coefficient > 1.0, 1.0, coefficient)
+    coefficient = tl.where(max_norm == INFINITY, 1.0, coefficient)
+    tl.store(result_ptr, norm)
+    tl.store(result_ptr + 1, coefficient)
+    tl.store(result_ptr + 2, tl.where((num_nan != 0.0) | (num_inf > 0.0), 1.0, 0.0))

@@ -1,0 +1,174 @@
+"""What must hold of the device kernels, wherever they run: interpreter, lowered code, a real GPU.
+
+Each check runs one kernel by its launcher and compares with `kernels/reference.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from types import ModuleType
+
+import torch
+
+from hyper_parallel.kernels import reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+HEADER_NUMEL = 23
+NONFINITE_VOTE, HUGE_VOTE = 3, 4
+GRID_BITS = 1024 + 1074
+
+# Of the sum, relative: half as much of the norm is 2^-20 of its last place.
+MAX_SUM_ERROR = Fraction(1, 2**43)
+
+
+def lane_format(kernels: ModuleType, power: int, digit_bits: int):
+    return kernels.LaneFormat(
+        power=power,
+        header_numel=HEADER_NUMEL,
+        lane_numel=2 + -(-GRID_BITS // digit_bits),
+        digit_bits=digit_bits,
+        nonfinite_vote=NONFINITE_VOTE,
+        huge_vote=HUGE_VOTE,
+    )
+
+
+def check_partial_norms(kernels: ModuleType, tensors: Sequence[torch.Tensor], power: int) -> None:
+    """Every tensor's rows say what exact arithmetic says."""
+    launcher = kernels.Launcher(tensors, [0] * len(tensors))
+    rows = launcher.partial_norms(tensors, power).tolist()
+    for tensor, (begin, end) in zip(tensors, launcher.plan.row_range_of, strict=True):
+        measured = kernels.total_of_rows(rows[begin:end], power)
+        exact = reference.partial_norms(tensor, power)
+        assert (measured.num_nan, measured.num_inf) == (exact.num_nan, exact.num_inf)
+        if exact.num_nan or exact.num_inf:
+            continue
+        assert measured.max_abs == exact.max_abs
+        assert_near(measured.pow_sum, exact.pow_sum)
+
+
+def assert_near(value: float, exact: Fraction) -> None:
+    if exact > Fraction(2) ** 1023:
+        assert math.isinf(value) or value > 1e300
+    else:
+        assert abs(Fraction(value) - exact) <= exact * MAX_SUM_ERROR
+
+
+def check_encode(
+    kernels: ModuleType,
+    lanes: Sequence[Sequence[torch.Tensor]],
+    power: int,
+    digit_bits: int,
+    incoming: Sequence[Sequence[float]],
+    votes: Sequence[float] = (0.0,) * HEADER_NUMEL,
+) -> torch.Tensor:
+    """Encode tensors lane by lane, and all of them into one lane more; return the buffer."""
+    tensors = [tensor for lane in lanes for tensor in lane]
+    lane_of = [i for i, lane in enumerate(lanes) for _ in lane]
+    form = lane_format(kernels, power, digit_bits)
+    launcher = kernels.Launcher(tensors, lane_of, [*range(len(lanes)), None])
+    launcher.partial_norms(tensors, power)
+    before = torch.tensor([*votes, *(x for lane in incoming for x in lane)], dtype=torch.float32)
+    device = tensors[0].device
+    arrived = before.to(device)
+    outgoing = torch.full_like(arrived, math.nan)
+    launcher.encode(arrived, outgoing, form)
+    assert torch.equal(arrived.cpu(), before)
+    after = outgoing.cpu()
+    per_lane = after[HEADER_NUMEL:].view(len(lanes) + 1, form.lane_numel).tolist()
+    for members, old, new in zip([*lanes, tensors], incoming, per_lane, strict=True):
+        exact = [reference.partial_norms(tensor, power) for tensor in members]
+        _check_lane(old, new, exact, power, digit_bits)
+    exact = [reference.partial_norms(tensor, power) for tensor in tensors]
+    nonfinite = any(m.num_nan or m.num_inf for m in exact)
+    expected = list(votes)
+    expected[NONFINITE_VOTE] = max(votes[NONFINITE_VOTE], float(nonfinite))
+    expected[HUGE_VOTE] = after[HUGE_VOTE].item()
+    assert after[:HEADER_NUMEL].tolist() == expected
+    if any(m.max_abs > 2.0**76 for m in exact):
+        assert after[HUGE_VOTE] == 1.0
+    return after
+
+
+def _check_lane(
+    old: Sequence[float],
+    new: Sequence[float],
+    exact: Sequence[reference.Measured],
+    power: int,
+    digit_bits: int,
+) -> None:
+    num_nan = sum(m.num_nan for m in exact)
+    num_inf = sum(m.num_inf for m in exact)
+    if power == 0:
+        assert new[:2] == [max(old[0], float(num_nan > 0)), max(old[1], float(num_inf > 0))]
+        if not (num_nan or num_inf):
+            assert new[2] == max(old[2], *(m.max_abs for m in exact))
+        assert new[3:] == list(old[3:])
+        return
+    most = 2.0**digit_bits - 1
+    assert new[:2] == [min(old[0] + num_nan, most), min(old[1] + num_inf, most)]
+    assert all(digit == int(digit) and abs(digit) <= 2**digit_bits for digit in new[2:])
+    if num_nan or num_inf:
+        return
+    added = sum((m.pow_sum for m in exact), Fraction(0))
+    decoded = reference.decode_lane(new, digit_bits) - reference.decode_lane(old, digit_bits)
+    assert abs(decoded - added) <= added * MAX_SUM_ERROR
+
+
+def check_finish(
+    kernels: ModuleType,
+    lanes: Sequence[Sequence[float]],
+    power: int,
+    digit_bits: int,
+    max_norm: float,
+    device: str = "cpu",
+) -> None:
+    """Add up every second lane of a buffer, as a rank does that is in some rank sets only."""
+    form = lane_format(kernels, power, digit_bits)
+    foreign = [3.0] * form.lane_numel
+    floats = [7.0] * HEADER_NUMEL
+    starts = []
+    for lane in lanes:
+        starts.append(len(floats))
+        floats += [*lane, *foreign]
+    buffer = torch.tensor(floats, dtype=torch.float32, device=device)
+    result = torch.full((3,), -1.0, device=device)
+    anything = [torch.zeros(1, device=device)]
+    kernels.Launcher(anything, [0], own_lanes=starts).finish(buffer, result, max_norm, form)
+    expected = reference.finish(lanes, power, digit_bits, max_norm)
+    assert repr(result.tolist()) == repr([*expected])  # repr: NaN equals NaN
+
+
+def check_scale(
+    kernels: ModuleType, tensors: Sequence[torch.Tensor], coefficient: float
+) -> None:
+    """Scale tensors in place; nothing beside them is touched."""
+    expected = [reference.scale(tensor.cpu(), coefficient) for tensor in tensors]
+    around = [_surroundings(tensor) for tensor in tensors]
+    versions = [tensor._version for tensor in tensors]
+    factor = torch.tensor([coefficient], device=tensors[0].device)
+    kernels.Launcher(tensors, [0] * len(tensors)).scale_(tensors, factor)
+    for tensor, right in zip(tensors, expected, strict=True):
+        assert same_bits(tensor.cpu(), right)
+    for tensor, before in zip(tensors, around, strict=True):
+        assert same_bits(_surroundings(tensor), before)
+    assert all(
+        tensor._version > before for tensor, before in zip(tensors, versions, strict=True)
+    )
+
+
+def _surroundings(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what shares the tensor's storage without being its own."""
+    size = tensor.untyped_storage().nbytes() // tensor.itemsize
+    whole = tensor.as_strided((size,), (1,), 0).clone().cpu()
+    begin = tensor.storage_offset()
+    return torch.cat([whole[:begin], whole[begin + tensor.numel() :]])
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether two tensors have the same bits, any NaN being like any other."""
+    nan = a.isnan()
+    kind = torch.int32 if a.dtype == torch.float32 else torch.int16
+    a, b, also_nan = a.masked_fill(nan, 0.0), b.masked_fill(b.isnan(), 0.0), b.isnan()
+    return a.dtype == b.dtype and torch.equal(nan, also_nan) and torch.equal(a.view(kind), b.view(kind))

@@ -61,10 +61,10 @@ def sum_in_levels(
     Args:
         first: float32 tensor; its magnitudes sum to at most `coarse`.
         second: Alike; its magnitudes, and rests of 2^-24 * coarse, sum to at most `medium`.
-        third: Alike; goes to the last rests.
+        third: Alike; its magnitudes, and rests of 2^-23 * medium, sum to at most `fine`.
         coarse: A power of two.
         medium: A power of two.
-        fine: A power of two; rests of 2^-23 * medium sum to at most that.
+        fine: A power of two.
         SECOND: Whether to add `second`.
         THIRD: Whether to add `third`.
     """
@@ -84,9 +84,11 @@ def sum_in_levels(
         also_kept = (also_rest + fine) - fine
         rest = rest + (also_rest - also_kept)
         kept = kept + also_kept
-    sum_fine = tl.sum(kept, axis=0)
     if THIRD:
-        rest = rest + third
+        also_kept = (third + fine) - fine
+        rest = rest + (third - also_kept)
+        kept = kept + also_kept
+    sum_fine = tl.sum(kept, axis=0)
     high, low = add_to_pair(sum_coarse, 0.0, sum_medium)
     high, low = add_to_pair(high, low, sum_fine)
     return add_to_pair(high, low, tl.sum(rest, axis=0))

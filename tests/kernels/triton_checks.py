@@ -23,6 +23,12 @@ GRID_BITS = 1024 + 1074
 MAX_SUM_ERROR = Fraction(1, 2**43)
 
 
+def amid(filler: float, tensor: torch.Tensor, before: int) -> torch.Tensor:
+    """Copy a flat tensor to where a number is on both sides of it, `before` of them in front."""
+    around = torch.full((before + tensor.numel() + 5,), filler, dtype=tensor.dtype)
+    return around.to(tensor.device)[before : before + tensor.numel()].copy_(tensor)
+
+
 def lane_format(kernels: ModuleType, power: int, digit_bits: int):
     return kernels.LaneFormat(
         power=power,
@@ -52,6 +58,7 @@ def assert_near(value: float, exact: Fraction) -> None:
     if exact > Fraction(2) ** 1023:
         assert math.isinf(value) or value > 1e300
     else:
+        assert math.isfinite(value)
         assert abs(Fraction(value) - exact) <= exact * MAX_SUM_ERROR
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 __all__ = [
-    "Finished",
     "GRID_EXPONENT",
+    "Finished",
     "Measured",
     "decode_lane",
     "finish",

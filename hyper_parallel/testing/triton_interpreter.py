@@ -1,7 +1,7 @@
 """Triton's interpreter made right and quick, and able to run kernels on simulated device memory.
 
-The interpreter (`TRITON_INTERPRET=1`) of triton-ascend 3.2, and of mainline Triton before 3.3,
-truncates where it should round to bfloat16, misreads its subnormals, takes a maximum element by element in Python, does its
+The interpreter (`TRITON_INTERPRET=1`) of triton-ascend 3.2 truncates where it should round to
+bfloat16, misreads that type's subnormals, takes a maximum element by element in Python, does its
 set-up anew in every call of a function, and lets NumPy warn of infinities, as no device does.
 """
 

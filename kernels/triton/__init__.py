@@ -5,7 +5,7 @@ not everybody has it. The contract of each kernel is in its module, and what it 
 exact arithmetic, in `kernels/reference.py`.
 """
 
-from .launch import LaneFormat, Launcher, is_available
+from .launch import LaneFormat, LaneTable, Launcher, is_available
 from .rows import MAX_ROWS_PER_LANE, ROW_NUMEL, RowTotal, total_of_rows
 from .segments import SegmentPlan
 
@@ -13,6 +13,7 @@ __all__ = [
     "MAX_ROWS_PER_LANE",
     "ROW_NUMEL",
     "LaneFormat",
+    "LaneTable",
     "Launcher",
     "RowTotal",
     "SegmentPlan",

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arithmetic import add_to_pair, exponent_above, power_of_two, sum_in_levels
+from .arithmetic import exponent_above, power_of_two, sum_in_levels
 
 __all__ = ["encode_kernel"]
 

@@ -1,16 +1,16 @@
 """Reduced lanes to the total norm, the clip coefficient and a flag, without leaving the device.
 
 Contract
-    Input: the buffer after the reduce, and where in it the lanes lie that this rank adds up.
-    Output: float32 [norm, coefficient, nonfinite], the last 1 if the norm is NaN or infinite for
-    an element's sake, else 0.
+    Input: the buffer after the reduce, and lists of the lanes in it that make up a norm each.
+    Output: for each list float32 [norm, coefficient, nonfinite], the last 1 if the norm is NaN or
+    infinite for an element's sake, else 0.
     Accumulator: digits are added in int32, exactly; the 56 leading bits or more make a pair.
     Error: the norm is within 0.5 + 2^-20 ulp of the lanes' exact one; where it is subnormal
     within 0.75 ulp, since it is rounded to 24 bits first. The coefficient is
     min(1, max_norm * (1 / (norm + 1e-6))), torch's operations in torch's order, the division
     within 0.5 + 2^-22 ulp.
     Tail: digits are masked.
-    Limits: 64 lanes. Aliasing: the pointers must be of different memory. One program.
+    Limits: 64 lanes per list. Aliasing: the pointers must be of different memory.
 """
 
 from __future__ import annotations
@@ -75,9 +75,8 @@ def reciprocal(x):
 @triton.jit
 def finish_kernel(
     buffer_ptr,
-    own_lanes_ptr,
-    result_ptr,
-    num_own_lanes,
+    lists_ptr,
+    results_ptr,
     max_norm,
     POWER: tl.constexpr,
     NUM_DIGITS: tl.constexpr,
@@ -85,13 +84,13 @@ def finish_kernel(
     NUM_LEADING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write [norm, coefficient, nonfinite].
+    """Write [norm, coefficient, nonfinite] of one list per program.
 
     Args:
         buffer_ptr: float32, reduced.
-        own_lanes_ptr: int64 [num_own_lanes]: where each begins.
-        result_ptr: float32 [3].
-        num_own_lanes: int32.
+        lists_ptr: int64: for each program where its list begins and ends, counted from here; then
+            the lists: where each lane begins in the buffer.
+        results_ptr: float32 [number of programs, 3].
         max_norm: float32; infinite to measure only, then the coefficient is 1.
         POWER: 2 or 1 for lanes under SUM, 0 for the maxima under MAX.
         NUM_DIGITS: Of a lane, at most BLOCK.
@@ -104,8 +103,11 @@ def finish_kernel(
     largest = 0.0
     num_nan = 0.0
     num_inf = 0.0
-    for i in range(0, num_own_lanes):
-        lane_ptr = buffer_ptr + tl.load(own_lanes_ptr + i)
+    program = tl.program_id(0)
+    begin = tl.load(lists_ptr + 2 * program).to(tl.int32)
+    end = tl.load(lists_ptr + 2 * program + 1).to(tl.int32)
+    for i in range(begin, end):
+        lane_ptr = buffer_ptr + tl.load(lists_ptr + i)
         num_nan += tl.load(lane_ptr)
         num_inf += tl.load(lane_ptr + 1)
         if POWER > 0:
@@ -132,6 +134,7 @@ def finish_kernel(
     coefficient = reciprocal(norm + 1e-6) * max_norm
     coefficient = tl.where(coefficient > 1.0, 1.0, coefficient)
     coefficient = tl.where(max_norm == INFINITY, 1.0, coefficient)
+    result_ptr = results_ptr + 3 * program
     tl.store(result_ptr, norm)
     tl.store(result_ptr + 1, coefficient)
     tl.store(result_ptr + 2, tl.where((num_nan != 0.0) | (num_inf > 0.0), 1.0, 0.0))

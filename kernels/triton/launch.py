@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .segments import SegmentTable
 
-__all__ = ["Launcher", "LaneFormat", "is_available"]
+__all__ = ["LaneFormat", "LaneTable", "Launcher", "is_available"]
 
 _EXACT_SQUARES = (torch.bfloat16, torch.float16)  # in float32
 _LOG2_BLOCK = 12
@@ -79,53 +79,67 @@ def is_interpreted() -> bool:
     return not isinstance(partial_norms_kernel, JITFunction)
 
 
-class Launcher:
-    """Runs the kernels over one list of tensors, whose tables it keeps on their device.
-
-    All launches go to the device's current stream; none is waited for.
+class LaneTable:
+    """Which rows go to which lane, and which lanes make up which norm, on a device.
 
     Args:
-        tensors: See `SegmentPlan`; not kept.
-        lane_of: The lane of each.
-        lane_ranges: For each lane that `encode` writes, the lanes of tensors whose rows it adds
-            up; None for all rows.
-        own_lanes: Where in the buffer the lanes begin that `finish` adds up.
-
-    Attributes:
-        plan: Which rows are whose.
-        num_uploads: Copies to the device that it has cost.
+        ranges: For each lane that `encode` writes, its first row and the one after its last.
+        lists: For each norm that `finish` writes, where its lanes begin in the buffer.
+        device: Where to keep it; one copy goes there.
     """
 
     def __init__(
         self,
-        tensors: Sequence[torch.Tensor],
-        lane_of: Sequence[int],
-        lane_ranges: Sequence[int | None] = (),
-        own_lanes: Sequence[int] = (),
+        ranges: Sequence[tuple[int, int]],
+        lists: Sequence[Sequence[int]],
+        device: torch.device,
     ) -> None:
-        self._device = tensors[0].device
-        self._shape = _shape_of(self._device)
+        self.num_lanes = len(ranges)
+        self.num_norms = len(lists)
+        words = array("q", [row for pair in ranges for row in pair])
+        num_range_words = len(words)
+        place = 2 * len(lists)
+        for members in lists:
+            words.extend((place, place + len(members)))
+            place += len(members)
+        for members in lists:
+            words.extend(members)
+        uploaded = _upload(words, device)
+        self.ranges = uploaded[:num_range_words]
+        self.lists = uploaded[num_range_words:]
+
+
+class Launcher:
+    """Runs the kernels over one list of tensors, whose tables it keeps on their device.
+
+    All launches go to the device's current stream; none is waited for. Making one costs one copy
+    to the device.
+
+    Args:
+        tensors: See `SegmentPlan`; not kept. None at all will do.
+        lane_of: The lane of each: rows of one lane are consecutive, in the order of tensors.
+        device: Where they are.
+
+    Attributes:
+        plan: Which rows are whose.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], lane_of: Sequence[int], device: torch.device
+    ) -> None:
+        self._device = device
+        self._shape = _shape_of(device)
         self.plan = SegmentPlan(
             tensors,
             lane_of,
             block_numel=1 << _LOG2_BLOCK,
             num_programs=self._shape.num_programs,
         )
-        words = array("q", self.plan.words)
-        self._ranges_start = len(words)
-        for lane in lane_ranges:
-            everything = (0, self.plan.num_rows)
-            words.extend(everything if lane is None else self.plan.row_range_of_lane(lane))
-        self._own_start = len(words)
-        words.extend(own_lanes)
-        self._num_lanes = len(lane_ranges)
-        self._num_own = len(own_lanes)
-        self._words = _upload(words, self._device)
+        self._words = _upload(self.plan.words, device)
         with torch.inference_mode(mode=False):
             self._rows = torch.empty(
-                max(self.plan.num_rows, 1), ROW_NUMEL, dtype=torch.float32, device=self._device
+                max(self.plan.num_rows, 1), ROW_NUMEL, dtype=torch.float32, device=device
             )
-        self.num_uploads = 1
 
     def partial_norms(self, tensors: Sequence[torch.Tensor], power: int) -> torch.Tensor:
         """Return the rows, float32 [number of rows, ROW_NUMEL] on the device.
@@ -154,24 +168,31 @@ class Launcher:
                 )
         return self._rows[: self.plan.num_rows]
 
-    def encode(self, incoming: torch.Tensor, outgoing: torch.Tensor, form: LaneFormat) -> None:
+    def encode(
+        self,
+        incoming: torch.Tensor,
+        outgoing: torch.Tensor,
+        lanes: LaneTable,
+        form: LaneFormat,
+    ) -> None:
         """Add the rows to the lanes of `incoming`, into `outgoing`; both as the wire format says.
 
         Args:
-            incoming: float32 on the device: header and one lane for each of `lane_ranges`.
+            incoming: float32 on the device: header and lanes.
             outgoing: Alike; other memory.
+            lanes: Says which rows are added to each lane.
             form: The wire format.
         """
         from .encode import encode_kernel
 
         num_digits = form.lane_numel - 2
         with self._current_device():
-            encode_kernel[(self._num_lanes + 1,)](
+            encode_kernel[(lanes.num_lanes + 1,)](
                 self._rows,
-                self._words[self._ranges_start :],
+                lanes.ranges,
                 incoming,
                 outgoing,
-                self._num_lanes,
+                lanes.num_lanes,
                 self.plan.num_rows,
                 POWER=form.power,
                 HEADER_NUMEL=form.header_numel,
@@ -183,18 +204,30 @@ class Launcher:
             )
 
     def finish(
-        self, reduced: torch.Tensor, result: torch.Tensor, max_norm: float, form: LaneFormat
+        self,
+        reduced: torch.Tensor,
+        results: torch.Tensor,
+        lanes: LaneTable,
+        max_norm: float,
+        form: LaneFormat,
     ) -> None:
-        """Write [norm, coefficient, nonfinite] of `own_lanes` to `result`, float32 [3]."""
+        """Write [norm, coefficient, nonfinite] of each of the table's lists.
+
+        Args:
+            reduced: float32 on the device: header and lanes.
+            results: float32 [number of lists, 3].
+            lanes: Says which lanes make up each norm.
+            max_norm: Largest norm; infinite to measure only.
+            form: The wire format.
+        """
         from .finish import finish_kernel
 
         num_digits = form.lane_numel - 2
         with self._current_device():
-            finish_kernel[(1,)](
+            finish_kernel[(lanes.num_norms,)](
                 reduced,
-                self._words[self._own_start :],
-                result,
-                self._num_own,
+                lanes.lists,
+                results,
                 max_norm,
                 POWER=form.power,
                 NUM_DIGITS=num_digits,

@@ -236,7 +236,7 @@ def launches() -> Iterator[tuple[str, Launch]]:
     intercept(taken.append)
     for dtype in DTYPES:
         tensors = [torch.zeros(5, dtype=dtype)]
-        launcher = kernels.Launcher(tensors, [0])
+        launcher = kernels.Launcher(tensors, [0], tensors[0].device)
         for power in (2, 1, 0):
             launcher.partial_norms(tensors, power)
             yield f"partial_norms-p{power}-{_TYPES[dtype][1:]}", taken.pop()
@@ -244,11 +244,11 @@ def launches() -> Iterator[tuple[str, Launch]]:
         yield f"scale-{_TYPES[dtype][1:]}", taken.pop()
     for power in (2, 1, 0):
         form = lane_format(kernels, power, 17)
-        launcher = kernels.Launcher(tensors, [0], [0], [HEADER_NUMEL])
+        table = kernels.LaneTable([(0, 1)], [[HEADER_NUMEL]], tensors[0].device)
         buffer = torch.zeros(HEADER_NUMEL + form.lane_numel)
-        launcher.encode(buffer, buffer.clone(), form)
+        launcher.encode(buffer, buffer.clone(), table, form)
         yield f"encode-p{power}", taken.pop()
-        launcher.finish(buffer, torch.zeros(3), 1.0, form)
+        launcher.finish(buffer, torch.zeros(1, 3), table, 1.0, form)
         yield f"finish-p{power}", taken.pop()
 
 

@@ -1,4 +1,4 @@
-"""The checks that code lowered for Ascend must pass on the CPU; `tests.kernels.ascend` runs them."""
+"""What code lowered for Ascend must compute on the CPU; `tests.kernels.ascend` runs it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_all() -> Iterator[str]:
             check_encode(kernels, lanes, power, digit_bits, incoming)
             yield f"encode-p{power}-w{digit_bits}"
             for max_norm in (1.0, math.inf):
-                check_finish(kernels, [lane[:1] + [0.0] + lane[2:] for lane in incoming], power,
+                check_finish(kernels, [[*lane[:1], 0.0, *lane[2:]] for lane in incoming], power,
                              digit_bits, max_norm)  # fmt: skip
                 finite = [[0.0, 0.0, *lane[2:]] for lane in incoming]
                 check_finish(kernels, finite, power, digit_bits, max_norm)

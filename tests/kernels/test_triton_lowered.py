@@ -13,7 +13,9 @@ def test_lowered_kernels_pass_the_numeric_checks():
     if not importlib.util.find_spec("triton"):
         pytest.skip("needs Triton: make setup")
     if ascend.missing_tools():
-        pytest.skip(f"lowered kernels are not run without {ascend.missing_tools()}: make lowered-tools")
+        pytest.skip(
+            f"lowered kernels are not run without {ascend.missing_tools()}: make lowered-tools"
+        )
     passed = ascend.run_process("run", timeout_s=500).split()
     assert len(passed) == 38
     for kernel in ("partial_norms", "encode", "finish", "scale"):

@@ -92,13 +92,15 @@ def test_nonfinite_elements_are_counted_wherever_they_are(place, special, dtype)
 
 
 def test_nan_beyond_the_tail_is_not_read():
-    check_partial_norms(kernels, [amid(math.nan, normal(n, torch.float32), 3) for n in (5, 5000)], 2)
+    check_partial_norms(
+        kernels, [amid(math.nan, normal(n, torch.float32), 3) for n in (5, 5000)], 2
+    )
 
 
 def test_sum_at_512_mi_elements_is_right():
     """512 segments of a million elements, of which the interpreter runs each distinct one."""
     tensor = normal(1 << 16, torch.float32)
-    launcher = kernels.Launcher([tensor], [0])
+    launcher = kernels.Launcher([tensor], [0], tensor.device)
     rows = launcher.partial_norms([tensor], 2).tolist()
     repeats = (512 << 20) // tensor.numel()
     measured = kernels.total_of_rows(rows * repeats, 2)
@@ -167,7 +169,7 @@ def reduced_lane(values: list[float], digit_bits: int) -> list[float]:
 @settings(max_examples=15)
 @given(data=st.data())
 def test_finish_rounds_the_norm_once(power, digit_bits, data):
-    exponent = data.draw(st.integers(-240, 240) if power == 2 else st.integers(-120, 120))
+    exponent = data.draw(st.integers(-200, 240) if power == 2 else st.integers(-80, 120))
     values = [
         math.ldexp(data.draw(st.floats(0.5, 1.0)), exponent + data.draw(st.integers(-40, 0)))
         for _ in range(data.draw(st.integers(1, 3)))
@@ -190,7 +192,7 @@ def test_finish_of_special_lanes(power):
 
 @pytest.mark.parametrize("power", [2, 1])
 def test_finish_of_balanced_digits(power):
-    """Digits of devices may be negative, and the leading one may stand for little more than half."""
+    """Digits of devices may be negative, and the leading one may count for half."""
     lane = [0.0] * (2 + -(-2098 // 17))
     lane[2 + 64], lane[2 + 63], lane[2 + 62] = 1.0, -(2.0**16) - 255.0, -(2.0**16)
     check_finish(kernels, [lane, lane, host_lane(3.0, 17)], power, 17, 1.0)
@@ -218,7 +220,7 @@ def test_finish_rounds_ties_and_near_ties_to_nearest():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scale_rounds_once_and_touches_nothing_else(dtype, coefficient):
     tensors = [amid(7.0, normal(numel, dtype, seed=numel), numel % 5) for numel in SIZES]
-    tensors.append(at_offset(any_bits(500, dtype, 9, finite=False), 3))
+    tensors.append(amid(7.0, any_bits(500, dtype, 9, finite=False), 3))
     check_scale(kernels, tensors, coefficient)
 
 
@@ -226,13 +228,13 @@ def test_scale_by_one_does_not_even_read():
     """A signalling NaN, which any arithmetic would make quiet, keeps its bits."""
     signalling = torch.tensor([0x7F800001], dtype=torch.int32).view(torch.float32)
     factor = torch.ones(1)
-    kernels.Launcher([signalling], [0]).scale_([signalling], factor)
+    kernels.Launcher([signalling], [0], signalling.device).scale_([signalling], factor)
     assert signalling.view(torch.int32).item() == 0x7F800001
 
 
 def test_kernels_take_tensors_in_the_place_of_those_planned():
     tensors = [normal(100, torch.float32), normal(50, torch.bfloat16)]
-    launcher = kernels.Launcher(tensors, [0, 1])
+    launcher = kernels.Launcher(tensors, [0, 1], tensors[0].device)
     assert launcher.plan.fits(tensors, [0, 1])
     assert not launcher.plan.fits(tensors, [1, 0])
     assert not launcher.plan.fits([tensor.clone() for tensor in tensors], [0, 1])
@@ -240,4 +242,4 @@ def test_kernels_take_tensors_in_the_place_of_those_planned():
 
 def test_plan_refuses_what_there_are_no_kernels_for():
     with pytest.raises(ValueError, match="float64"):
-        kernels.Launcher([torch.zeros(3, dtype=torch.float64)], [0])
+        kernels.Launcher([torch.zeros(3, dtype=torch.float64)], [0], torch.device("cpu"))

@@ -42,7 +42,7 @@ def lane_format(kernels: ModuleType, power: int, digit_bits: int):
 
 def check_partial_norms(kernels: ModuleType, tensors: Sequence[torch.Tensor], power: int) -> None:
     """Every tensor's rows say what exact arithmetic says."""
-    launcher = kernels.Launcher(tensors, [0] * len(tensors))
+    launcher = kernels.Launcher(tensors, [0] * len(tensors), tensors[0].device)
     rows = launcher.partial_norms(tensors, power).tolist()
     for tensor, (begin, end) in zip(tensors, launcher.plan.row_range_of, strict=True):
         measured = kernels.total_of_rows(rows[begin:end], power)
@@ -74,13 +74,15 @@ def check_encode(
     tensors = [tensor for lane in lanes for tensor in lane]
     lane_of = [i for i, lane in enumerate(lanes) for _ in lane]
     form = lane_format(kernels, power, digit_bits)
-    launcher = kernels.Launcher(tensors, lane_of, [*range(len(lanes)), None])
+    launcher = kernels.Launcher(tensors, lane_of, tensors[0].device)
     launcher.partial_norms(tensors, power)
+    ranges = [launcher.plan.row_range_of_lane(lane) for lane in range(len(lanes))]
+    table = kernels.LaneTable([*ranges, (0, launcher.plan.num_rows)], [], tensors[0].device)
     before = torch.tensor([*votes, *(x for lane in incoming for x in lane)], dtype=torch.float32)
     device = tensors[0].device
     arrived = before.to(device)
     outgoing = torch.full_like(arrived, math.nan)
-    launcher.encode(arrived, outgoing, form)
+    launcher.encode(arrived, outgoing, table, form)
     assert torch.equal(arrived.cpu(), before)
     after = outgoing.cpu()
     per_lane = after[HEADER_NUMEL:].view(len(lanes) + 1, form.lane_numel).tolist()
@@ -131,7 +133,10 @@ def check_finish(
     max_norm: float,
     device: str = "cpu",
 ) -> None:
-    """Add up every second lane of a buffer, as a rank does that is in some rank sets only."""
+    """Add up every second lane of a buffer, as a rank does that is in some rank sets only.
+
+    And each of these alone, in the same launch.
+    """
     form = lane_format(kernels, power, digit_bits)
     foreign = [3.0] * form.lane_numel
     floats = [7.0] * HEADER_NUMEL
@@ -140,29 +145,27 @@ def check_finish(
         starts.append(len(floats))
         floats += [*lane, *foreign]
     buffer = torch.tensor(floats, dtype=torch.float32, device=device)
-    result = torch.full((3,), -1.0, device=device)
-    anything = [torch.zeros(1, device=device)]
-    kernels.Launcher(anything, [0], own_lanes=starts).finish(buffer, result, max_norm, form)
-    expected = reference.finish(lanes, power, digit_bits, max_norm)
-    assert repr(result.tolist()) == repr([*expected])  # repr: NaN equals NaN
+    lists = [starts, *([start] for start in starts)]
+    results = torch.full((len(lists), 3), -1.0, device=device)
+    table = kernels.LaneTable([], lists, buffer.device)
+    kernels.Launcher([], [], buffer.device).finish(buffer, results, table, max_norm, form)
+    for group, result in zip([lanes, *([lane] for lane in lanes)], results.tolist(), strict=True):
+        expected = reference.finish(group, power, digit_bits, max_norm)
+        assert repr(result) == repr([*expected])  # repr: NaN equals NaN
 
 
-def check_scale(
-    kernels: ModuleType, tensors: Sequence[torch.Tensor], coefficient: float
-) -> None:
+def check_scale(kernels: ModuleType, tensors: Sequence[torch.Tensor], coefficient: float) -> None:
     """Scale tensors in place; nothing beside them is touched."""
     expected = [reference.scale(tensor.cpu(), coefficient) for tensor in tensors]
     around = [_surroundings(tensor) for tensor in tensors]
     versions = [tensor._version for tensor in tensors]
     factor = torch.tensor([coefficient], device=tensors[0].device)
-    kernels.Launcher(tensors, [0] * len(tensors)).scale_(tensors, factor)
+    kernels.Launcher(tensors, [0] * len(tensors), tensors[0].device).scale_(tensors, factor)
     for tensor, right in zip(tensors, expected, strict=True):
         assert same_bits(tensor.cpu(), right)
     for tensor, before in zip(tensors, around, strict=True):
         assert same_bits(_surroundings(tensor), before)
-    assert all(
-        tensor._version > before for tensor, before in zip(tensors, versions, strict=True)
-    )
+    assert all(tensor._version > before for tensor, before in zip(tensors, versions, strict=True))
 
 
 def _surroundings(tensor: torch.Tensor) -> torch.Tensor:
@@ -178,4 +181,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     nan = a.isnan()
     kind = torch.int32 if a.dtype == torch.float32 else torch.int16
     a, b, also_nan = a.masked_fill(nan, 0.0), b.masked_fill(b.isnan(), 0.0), b.isnan()
-    return a.dtype == b.dtype and torch.equal(nan, also_nan) and torch.equal(a.view(kind), b.view(kind))
+    return (
+        a.dtype == b.dtype
+        and torch.equal(nan, also_nan)
+        and torch.equal(a.view(kind), b.view(kind))
+    )

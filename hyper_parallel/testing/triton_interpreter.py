@@ -47,10 +47,10 @@ def prepare() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    interpreter._patch_lang = functools.cache(interpreter._patch_lang)  # noqa: SLF001
     # triton-ascend gives tl.max another combining function than the one with a quick path.
     maximum = getattr(tl.max, "fn", tl.max).__globals__.get("_elementwise_max_default")
     if maximum is not None:
+        interpreter._patch_lang = functools.cache(interpreter._patch_lang)  # noqa: SLF001
         tl.standard._elementwise_max = maximum  # noqa: SLF001
     executor = interpreter.GridExecutor
     executor.__call__ = _without_warnings(executor.__call__)

@@ -112,8 +112,7 @@ class LaneTable:
 class Launcher:
     """Runs the kernels over one list of tensors, whose tables it keeps on their device.
 
-    All launches go to the device's current stream; none is waited for. Making one costs one copy
-    to the device.
+    All launches go to the device's current stream; none is waited for.
 
     Args:
         tensors: See `SegmentPlan`; not kept. None at all will do.
@@ -122,6 +121,7 @@ class Launcher:
 
     Attributes:
         plan: Which rows are whose.
+        num_uploads: Copies to the device so far.
     """
 
     def __init__(
@@ -136,6 +136,8 @@ class Launcher:
             num_programs=self._shape.num_programs,
         )
         self._words = _upload(self.plan.words, device)
+        self._lane_table: tuple[object, LaneTable] | None = None
+        self.num_uploads = 1
         with torch.inference_mode(mode=False):
             self._rows = torch.empty(
                 max(self.plan.num_rows, 1), ROW_NUMEL, dtype=torch.float32, device=device
@@ -235,6 +237,16 @@ class Launcher:
                 NUM_LEADING=2 + -(-_LEADING_BITS // form.digit_bits),
                 BLOCK=_power_of_two_from(num_digits),
             )
+
+    def lane_table(
+        self, ranges: Sequence[tuple[int, int]], lists: Sequence[Sequence[int]]
+    ) -> LaneTable:
+        """Return the table of these; kept until another one is asked for."""
+        key = [*ranges], [[*members] for members in lists]
+        if self._lane_table is None or self._lane_table[0] != key:
+            self._lane_table = key, LaneTable(ranges, lists, self._device)
+            self.num_uploads += 1
+        return self._lane_table[1]
 
     def scale_(self, tensors: Sequence[torch.Tensor], coefficient: torch.Tensor) -> None:
         """Multiply in place by a float32 [1] on the device; where it is 1, touch nothing.

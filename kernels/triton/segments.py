@@ -79,7 +79,7 @@ class SegmentPlan:
         if unknown:
             raise ValueError(f"expected float32, bfloat16 or float16 tensors, got {unknown}")
         self.segment_numel = _segment_numel(sum(numels), block_numel, num_programs)
-        self._lane_of = lane_of
+        self._lane_of = list(lane_of)
         self.row_range_of = self._lay_out_rows(numels)
         self.num_rows = max((end for _, end in self.row_range_of), default=0)
         self.words = array("q")
@@ -89,9 +89,9 @@ class SegmentPlan:
             if members:
                 self.tables.append(self._tabulate(members, addresses, numels, dtype))
 
-    def fits(self, tensors: Sequence[torch.Tensor], lane_of: Sequence[int]) -> bool:
-        """Tell whether these tensors lie where those of the plan did, in the same lanes."""
-        return self._key == _key_of(tensors, lane_of)
+    def fits(self, tensors: Sequence[torch.Tensor], lane_of: Sequence[int] | None = None) -> bool:
+        """Tell whether these tensors lie where the plan's did, in the same lanes if given."""
+        return self._key == _key_of(tensors, self._lane_of if lane_of is None else lane_of)
 
     def row_range_of_lane(self, lane: int) -> tuple[int, int]:
         """Return the first row of a lane and the one after its last."""

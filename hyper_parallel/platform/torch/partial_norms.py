@@ -1,9 +1,10 @@
 """Gradient shards to partial norms, and the scaling. The only module that knows kernels.
 
-Host shards go through `kernels.host`, all in one call. Where there are no kernels, or elements are
-not dense in memory, they are measured with torch operators in chunks of float64, in which every
-square of a float32, bfloat16 or float16 is exact: `torch.linalg.vector_norm` accumulates long
-float32 tensors in float32 and is 0.5 % off at 64 Mi elements (test_partial_norms.py).
+Host shards go through `kernels.host`, all in one call, device shards through `kernels.triton`, by
+way of device_norms.py. What there are no kernels for is measured with torch operators, in chunks of
+float64, in which every square of a float32, bfloat16 or float16 is exact:
+`torch.linalg.vector_norm` accumulates long float32 tensors in float32 and is 0.5 % off at 64 Mi
+elements (tests/ut/platform/torch/test_partial_norms.py).
 """
 
 from __future__ import annotations
@@ -18,22 +19,18 @@ import torch
 
 from hyper_parallel.kernels import host
 
+from .chunks import DEVICE_CHUNK_NUMEL, HOST_CHUNK_NUMEL, chunk_numel, chunks
 from .clip_result import Copies
+from .device_norms import has_private_format, is_launchable, launch_norms, scale_on_device_
 from .exact_fallback import exact_sum_of_squares
 from .finish import GRID_EXPONENT
 from .torch_private import foreach_mul_
 from .wire_format import PartialNorm, PartialNorms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["measure", "scale_"]
-
-# 512 KiB as float64: stays in the second-level cache between conversion and dot product, and is
-# under 1 % of any shard that is large enough to matter.
-_HOST_CHUNK_NUMEL = 1 << 16
-# A kernel launch has to be worth its while, and 32 MiB of scratch is little on a device.
-_DEVICE_CHUNK_NUMEL = 1 << 22
 
 
 def measure(
@@ -58,8 +55,8 @@ def measure(
     the dtype; on a device alike, if it has float64. Where it has none, sums are float32 over
     chunks scaled by the largest element.
 
-    Sync: one per device that holds shards, two if some of them are not finite; one per 4 Mi
-    elements on a device if reproducible.
+    Sync: one per device that holds shards the kernels take; one per device with others, two if some
+    of those are not finite; one per 4 Mi elements on a device if reproducible.
     """
     if not reproducible and _all_fit_kernels(tensors, norm_type, are_plain=are_plain):
         return _measure_with_kernels(tensors, norm_type), Copies()
@@ -75,7 +72,9 @@ def _measure_mixed(
     dense: Sequence[torch.Tensor], norm_type: float
 ) -> tuple[list[PartialNorm], Copies]:
     on_host = [i for i, tensor in enumerate(dense) if tensor.is_cpu]
-    on_device = [i for i, tensor in enumerate(dense) if not tensor.is_cpu]
+    by_kernels = launch_norms(dense, norm_type)
+    taken = {i for indices, _ in by_kernels for i in indices}
+    on_device = [i for i, tensor in enumerate(dense) if not tensor.is_cpu and i not in taken]
     launched = [_launch(dense[i], norm_type) for i in on_device]
     partials = dict(
         zip(on_host, _measure_on_host([dense[i] for i in on_host], norm_type), strict=True)
@@ -84,7 +83,12 @@ def _measure_mixed(
     values = [_unscale(_combine_parts(row[1:], norm_type), row[0], norm_type) for row in rows]
     counted, count_copies = _to_partials(values, [dense[i] for i in on_device], norm_type)
     partials |= zip(on_device, counted, strict=True)
-    return [partials[i] for i in range(len(dense))], copies + count_copies
+    copies += count_copies
+    for indices, norms in by_kernels:
+        fetched, fetch_copies = norms.fetch()
+        partials |= zip(indices, fetched, strict=True)
+        copies += fetch_copies
+    return [partials[i] for i in range(len(dense))], copies
 
 
 def scale_(
@@ -105,9 +109,12 @@ def scale_(
     on_host: list[torch.Tensor] = []
     singly: list[torch.Tensor] = []
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    on_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         if foreach and tensor.is_cpu and _fits_kernels(tensor):
             on_host.append(tensor)
+        elif foreach and is_launchable(tensor):
+            on_device.setdefault(tensor.device, []).append(tensor)
         elif foreach and _foreach_rounds_once(tensor):
             groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
         else:
@@ -117,6 +124,8 @@ def scale_(
             tensor.narrow(0, 0, 0).mul_(coef)  # nothing, but its class may refuse
     if on_host:
         host.scale_(on_host, coef)
+    for group in on_device.values():
+        scale_on_device_(group, coef)
     for group in groups.values():
         foreach_mul_(group, coef)
     for tensor in singly:
@@ -187,8 +196,8 @@ def _measure_exactly(tensors: Sequence[torch.Tensor]) -> tuple[list[PartialNorm]
     partials: list[PartialNorm] = []
     num_fetched = 0
     for tensor, fit in zip(tensors, fits, strict=True):
-        chunks = [] if fit else _chunks(tensor, _chunk_numel(tensor))
-        pieces = [next(measured)] if fit else list(map(_exact_sum_of_piece, chunks))
+        cut = [] if fit else chunks(tensor, chunk_numel(tensor))
+        pieces = [next(measured)] if fit else list(map(_exact_sum_of_piece, cut))
         num_fetched += 0 if tensor.is_cpu or not tensor.numel() else len(pieces)
         partials.append(_to_exact_partial(pieces))
     return partials, Copies(d2h=num_fetched, host_syncs=num_fetched)
@@ -217,7 +226,7 @@ def _foreach_rounds_once(tensor: torch.Tensor) -> bool:
     On the CPU torch 2.13's rounds it to bfloat16 and float16 gradients' own dtype first, and gains
     nothing over single operators: it is a loop over them. CUDA's does not round it.
     """
-    if tensor.layout != torch.strided or tensor.device.type == "cpu":
+    if tensor.layout != torch.strided or tensor.device.type == "cpu" or has_private_format(tensor):
         return False
     return tensor.device.type == "cuda" or tensor.dtype not in (torch.bfloat16, torch.float16)
 
@@ -268,26 +277,10 @@ def _is_finite(value: float, norm_type: float) -> bool:
 def _count_nonfinite(tensor: torch.Tensor) -> torch.Tensor:
     """Return [NaN elements, infinite elements] on the tensor's device."""
     rows = []
-    for chunk in _chunks(tensor, _chunk_numel(tensor)):
+    for chunk in chunks(tensor, chunk_numel(tensor)):
         nan = chunk.isnan()
         rows.append(torch.stack([nan.sum(), (chunk.isinf() & ~nan).sum()]))
     return torch.stack(rows).sum(0)
-
-
-def _chunk_numel(tensor: torch.Tensor) -> int:
-    return _HOST_CHUNK_NUMEL if tensor.device.type == "cpu" else _DEVICE_CHUNK_NUMEL
-
-
-def _chunks(tensor: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
-    """Cut a tensor of any strides into pieces of at most `numel` elements, without copying it."""
-    if tensor.numel() <= numel:
-        yield tensor
-    elif tensor.is_contiguous():
-        yield from torch.split(tensor.view(-1), numel)
-    else:
-        longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
-        for piece in torch.split(tensor, -(-tensor.shape[longest] // 2), dim=longest):
-            yield from _chunks(piece, numel)
 
 
 def _wide(chunk: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -302,8 +295,8 @@ def _host_value(tensor: torch.Tensor, norm_type: float) -> float:
     """Return the sum of |x|^p, the count of nonzeros, or the max or min of |x|; NaN stays NaN."""
     if tensor.numel() == 0:
         return math.inf if norm_type == -math.inf else 0.0
-    chunks = _chunks(tensor, _HOST_CHUNK_NUMEL)
-    parts = [float(_reduce_chunk(_wide(chunk, norm_type), norm_type)) for chunk in chunks]
+    pieces = chunks(tensor, HOST_CHUNK_NUMEL)
+    parts = [float(_reduce_chunk(_wide(piece, norm_type), norm_type)) for piece in pieces]
     return _combine_parts(parts, norm_type)
 
 
@@ -344,7 +337,7 @@ def _launch(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     is_sum = math.isfinite(norm_type) and norm_type > 0
     scale = one if wide or not is_sum else _safe_scale(tensor)
     parts = []
-    for chunk in _chunks(tensor, _DEVICE_CHUNK_NUMEL):
+    for chunk in chunks(tensor, DEVICE_CHUNK_NUMEL):
         x = _wide(chunk, norm_type) if wide else _narrow(chunk)
         parts.append(_reduce_chunk(x if wide or not is_sum else x / scale, norm_type))
     return torch.stack([scale, *parts])
@@ -372,7 +365,7 @@ def _narrow(chunk: torch.Tensor) -> torch.Tensor:
 
 def _safe_scale(tensor: torch.Tensor) -> torch.Tensor:
     """Return the largest magnitude as float32, or 1 where dividing by it would not help."""
-    largest = torch.stack([_narrow(c).abs().max() for c in _chunks(tensor, _DEVICE_CHUNK_NUMEL)])
+    largest = torch.stack([_narrow(c).abs().max() for c in chunks(tensor, DEVICE_CHUNK_NUMEL)])
     scale = largest.max()
     return torch.where((scale > 0) & torch.isfinite(scale), scale, torch.ones_like(scale))
 

@@ -11,6 +11,7 @@ from hyper_parallel.platform.torch import partial_norms
 from hyper_parallel.platform.torch.clip_result import Copies
 from hyper_parallel.platform.torch.partial_norms import measure, scale_
 from hyper_parallel.platform.torch.wire_format import PartialNorm
+from hyper_parallel.testing import simnpu, triton_interpreter
 from tests.ranks import run_ranks
 from tests.reference import error_in_ulp, exact_pow_sum
 
@@ -218,6 +219,7 @@ def test_device_shards_are_measured_like_host_shards(has_float64):
 
     def rank_main(rank):
         partial_norms._has_float64 = lambda device: has_float64
+        partial_norms.launch_norms = lambda *args: []  # no kernels either
         tensors = [
             sample(150_001, torch.float32),
             sample(10_001, torch.bfloat16),
@@ -242,3 +244,64 @@ def test_device_shards_are_measured_like_host_shards(has_float64):
                 assert (ours.num_nan, ours.num_inf) == (theirs.num_nan, theirs.num_inf)
 
     run_ranks(rank_main, 1, backend="hccl")
+
+
+@pytest.mark.simnpu
+@pytest.mark.triton
+@pytest.mark.skipif(not triton_interpreter.is_wanted(), reason="Triton is not installed")
+def test_device_shards_are_measured_and_scaled_by_kernels_where_these_take_them():
+    def rank_main(rank):
+        fits = [
+            sample(5001, torch.float32),
+            sample(101, torch.bfloat16),
+            torch.full((100,), 1e20),
+            torch.empty(0, 3),
+            torch.tensor([1.0, math.nan, math.inf, -math.inf]),
+        ]
+        others = [
+            sample(64, torch.complex64),
+            sample(600, torch.float32).view(20, 30).t(),
+            sample(10, torch.float64),
+        ]
+        for tensors in (fits, fits + others):
+            for p in (2.0, 1.0, math.inf):
+                on_host, _ = measure(tensors, p)
+                simnpu.reset_counters()
+                on_device, copies = measure([tensor.to("npu") for tensor in tensors], p)
+                assert simnpu.counters()["kernel_launches"] == 2
+                # One fetch of the kernels' rows; else two of the operators', for NaN is about.
+                assert copies.d2h == copies.host_syncs == (1 if tensors is fits else 2)
+                for ours, theirs in zip(on_device, on_host, strict=True):
+                    assert ours.value == pytest.approx(theirs.value, rel=1e-12)
+                    assert (ours.num_nan, ours.num_inf) == (theirs.num_nan, theirs.num_inf)
+            moved = [tensor.to("npu") for tensor in tensors]
+            scale_(tensors, 0.375, foreach=True)
+            scale_(moved, 0.375, foreach=True)
+            for ours, theirs in zip(moved, tensors, strict=True):
+                torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
+
+    run_ranks(rank_main, 1, backend="hccl", timeout_s=60)
+
+
+@pytest.mark.simnpu
+@pytest.mark.triton
+@pytest.mark.skipif(not triton_interpreter.is_wanted(), reason="Triton is not installed")
+def test_an_npus_private_formats_are_left_to_single_operators():
+    """What torch_npu keeps in an order of its own, such as NZ (29), kernels would misread."""
+
+    def rank_main(rank):
+        private = sample(128, torch.float32).to("npu")
+        moved = [sample(64, torch.float32).to("npu"), private]
+        torch.npu.get_npu_format = lambda tensor: 29 if tensor is private else 2
+        partials, _ = measure(moved, 2.0)
+        expected, _ = measure([tensor.cpu() for tensor in moved], 2.0)
+        for ours, theirs in zip(partials, expected, strict=True):
+            assert ours.value == pytest.approx(theirs.value, rel=1e-12)
+        simnpu.configure(trace_ops=True)
+        simnpu.reset_counters()
+        scale_(moved, 0.5, foreach=True)
+        counters = simnpu.counters()
+        assert counters["kernel_launches"] == 1
+        assert "op.aten::_foreach_mul_" not in counters
+
+    run_ranks(rank_main, 1, backend="hccl", timeout_s=60)

@@ -31,7 +31,7 @@ from .lanes import UNSHARDED
 from .local_gradients import LocalGradients
 from .norm_reducer import Contribution, ReducedLanes, reduce_lanes
 from .parameter_list import ParameterList
-from .partial_norms import measure, scale_
+from .partial_norms import scale_
 from .reduction_groups import ReductionGroup, resolve_group
 from .replica_spread import families_of
 from .torch_private import not_compiled
@@ -221,34 +221,16 @@ def clip(group: ReductionGroup | None, call: Call) -> ClipResult:
         stopwatch.lap("collect")
 
         # 2. Measure: one pass over the shards.
-        local.measured, local.fetched = measure(
-            shards.whole.tensors,
-            request.norm_type,
-            reproducible=request.reproducible,
-            are_plain=shards.are_plain,
-        )
+        local.measure(group, use_kernels=call.foreach is not False)
         stopwatch.lap("measure")
 
     # 3. Pack: one partial norm per lane, and this rank's votes.
+    # 4. Move and reduce: one copy up, one all-reduce, one copy down.
     request, shards = local.request, local.shards
     wire = WireFormat(group.size if group else 1, request.norm_type)
-    by_lane = local.combine_by_lane(wire)
-    unsharded = by_lane.pop(UNSHARDED, None)
-    votes = local.votes(wire)
-
-    # 4. Move and reduce: one copy up, one all-reduce, one copy down.
-    reduced = ReducedLanes(votes, totals={})
-    if group is not None:
-        contribution = Contribution(
-            by_lane,
-            votes,
-            failure,
-            shards.pending,
-            reproducible=request.reproducible,
-            declared=local.declared,
-            families=families_of(shards.distinct_reaches),
-        )
-        reduced = reduce_lanes(group, contribution, wire, request.stamp)
+    reduced = _reduce(group, local, failure, wire)
+    local.take_residents()
+    unsharded = local.combine_by_lane(wire).get(UNSHARDED)
     agreed = _settle(group, reduced.votes, local, failure)
     stopwatch.lap("reduce")
 
@@ -280,6 +262,27 @@ def clip(group: ReductionGroup | None, call: Call) -> ClipResult:
         copies=local.fetched + (group.copies - cost_before if group else Copies()),
         timings=stopwatch.laps,
     )
+
+
+def _reduce(
+    group: ReductionGroup | None, local: LocalGradients, failure: LocalFailure, wire: WireFormat
+) -> ReducedLanes:
+    votes = local.votes(wire)
+    if group is None:
+        return ReducedLanes(votes, totals={})
+    by_lane = local.combine_by_lane(wire)
+    by_lane.pop(UNSHARDED, None)
+    contribution = Contribution(
+        by_lane,
+        votes,
+        failure,
+        local.shards.pending,
+        reproducible=local.request.reproducible,
+        declared=local.declared,
+        families=families_of(local.shards.distinct_reaches),
+        resident=local.resident,
+    )
+    return reduce_lanes(group, contribution, wire, local.request.stamp)
 
 
 def _validate_reach(

@@ -54,6 +54,8 @@ class ClipResult:
         total_norm: 0-dim, float32, or float64 if any gradient in the group is; on the CPU if all
             of this rank's gradients are, else on the accelerator. Equal on all ranks that read the
             same lanes.
+            Where a clip ran without the host, as with a `NormReducer` of a model on devices, it is
+            on the accelerator, and so are the other norms and the coefficient.
         clip_coef: 0-dim on the CPU, same dtype: what the gradients were multiplied by.
         local_norm: 0-dim on the CPU, same dtype: the norm of this rank's own shards.
         norms_by_rank_set: The norm over each rank set that contains this rank or a peer in its

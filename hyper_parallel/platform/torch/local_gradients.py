@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +17,11 @@ from .grad_shards import GradShards
 from .lanes import UNCOUNTED, LaneKey
 from .parameter_list import ParameterList
 from .partial_norms import measure
+from .resident_norms import ResidentNorms
 from .wire_format import PartialNorm, PartialNorms, Votes, WireFormat
+
+if TYPE_CHECKING:
+    from .reduction_groups import ReductionGroup
 
 __all__ = ["LocalGradients"]
 
@@ -31,8 +36,30 @@ class LocalGradients:
     declared: Declarations = NOTHING_DECLARED
     listed: ParameterList = field(default_factory=lambda: ParameterList([]))
     shards: GradShards = field(default_factory=lambda: GradShards([], [], []))
+    resident: ResidentNorms | None = None
     measured: PartialNorms = field(default_factory=lambda: PartialNorms([]))
     fetched: Copies = field(default_factory=Copies)
+
+    def measure(self, group: ReductionGroup | None, *, use_kernels: bool) -> None:
+        """Measure what is not Partial; what lies on the group's device is launched only."""
+        shards, request = self.shards.whole, self.request
+        if use_kernels and not request.reproducible:
+            self.resident = ResidentNorms.launch(shards, request.norm_type, group)
+        here = self.resident.others if self.resident else shards
+        self.measured, self.fetched = measure(
+            here.tensors,
+            request.norm_type,
+            reproducible=request.reproducible,
+            are_plain=shards.are_plain,
+        )
+        if self.resident:
+            self.measured = self.resident.merge(self.measured)
+
+    def take_residents(self) -> None:
+        """Fill in the partial norms that came down with the lanes."""
+        if self.resident:
+            self.measured = self.resident.merge(self.measured.select(self.resident.other_indices))
+            self.fetched += self.resident.copies
 
     @functools.cached_property
     def nonfinite(self) -> tuple[NonfiniteGradient, ...]:

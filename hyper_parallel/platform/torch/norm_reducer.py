@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .grad_shards import GradShard
     from .lanes import LaneKey, Layout, RankSet, Statement
     from .reduction_groups import ReductionGroup
+    from .resident_norms import EncodedNorms, ResidentNorms
     from .wire_format import PartialNorm, Votes, WireFormat
 
 __all__ = ["Contribution", "ReducedLanes", "StagingBuffer", "extend_layout", "reduce_lanes"]
@@ -48,6 +49,8 @@ class Contribution:
         reproducible: Whether to sum the squares of those exactly.
         declared: What the user said of ranks and tensors.
         families: Rank sets whose lanes should hold the same norm.
+        resident: Its norms that are still on the group's device. Their rank sets are among
+            `partials`, if need be with the identity.
     """
 
     partials: Mapping[LaneKey, PartialNorm]
@@ -57,6 +60,7 @@ class Contribution:
     reproducible: bool = False
     declared: Declarations = NOTHING_DECLARED
     families: Sequence[tuple[RankSet, ...]] = ()
+    resident: ResidentNorms | None = None
 
     @property
     def statement(self) -> Statement:
@@ -90,36 +94,55 @@ class StagingBuffer:
     Args:
         numel: Floats in the buffer.
         device: The group's.
+        row_numel: Floats of norms on the device that come down behind them.
     """
 
-    def __init__(self, numel: int, device: torch.device) -> None:
+    def __init__(self, numel: int, device: torch.device, row_numel: int = 0) -> None:
         self.numel = numel
+        self.row_numel = row_numel
         self._on_host = device.type == "cpu"
         pin = not self._on_host
         # Not an inference tensor, which only inference mode could write again.
         with torch.inference_mode(mode=False):
-            self._host = torch.empty(numel, dtype=torch.float32, device="cpu", pin_memory=pin)
+            whole = numel + row_numel
+            self._host = torch.empty(whole, dtype=torch.float32, device="cpu", pin_memory=pin)
             self._device = torch.empty_like(self._host, device=device) if pin else self._host
+            # What came up, before norms on the device are added to it.
+            self._arrived = torch.empty_like(self._device[:numel]) if row_numel else None
 
-    def reduce(self, packed: array[float], op: str, group: dist.ProcessGroup) -> torch.Tensor:
-        """Reduce one rank's buffer over `group`; return the result, [numel] float32 on the host.
+    def reduce(
+        self,
+        packed: array[float],
+        op: str,
+        group: dist.ProcessGroup,
+        resident: EncodedNorms | None = None,
+    ) -> torch.Tensor:
+        """Reduce one rank's buffer over `group`; return the result, float32 on the host.
+
+        [numel], and behind it the rows of `resident`, whose norms are added before the reduce.
 
         Sync: one event, unless the group reduces CPU tensors.
         """
         reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        self._host.copy_(torch.frombuffer(packed, dtype=torch.float32))
+        packed_host, lanes = self._host[: self.numel], self._device[: self.numel]
+        packed_host.copy_(torch.frombuffer(packed, dtype=torch.float32))
         if self._on_host:
-            dist.all_reduce(self._host, op=reduce_op, group=group)
-            return self._host
+            dist.all_reduce(lanes, op=reduce_op, group=group)
+            return lanes
+        down = self.numel + (resident.row_numel if resident else 0)
         module = torch.get_device_module(self._device.device)
         with module.device(self._device.device):  # whichever device is current for the caller
-            self._device.copy_(self._host, non_blocking=True)
-            dist.all_reduce(self._device, op=reduce_op, group=group)
-            self._host.copy_(self._device, non_blocking=True)
+            if resident is None or self._arrived is None:
+                lanes.copy_(packed_host, non_blocking=True)
+            else:
+                self._arrived.copy_(packed_host, non_blocking=True)
+                resident.encode(self._arrived, lanes, self._device[self.numel : down])
+            dist.all_reduce(lanes, op=reduce_op, group=group)
+            self._host[:down].copy_(self._device[:down], non_blocking=True)
             arrived = module.Event()
             arrived.record()
             arrived.synchronize()
-        return self._host
+        return self._host[:down]
 
     @property
     def copies(self) -> Copies:
@@ -209,21 +232,35 @@ def _reduce_once(
     )
     lanes = [(partials or {}).get(rank_set) for rank_set in layout.lane_of]
     packed = wire.pack(votes, stamp, lanes, call_kind or 0)
-    if group.staging is None or group.staging.numel != len(packed):
-        group.staging = StagingBuffer(len(packed), group.device)
-    buffer = group.staging.reduce(packed, wire.op, group.group)
-    group.copies += group.staging.copies
+    resident = brought.resident
+    encoded = resident.for_layout(layout, wire) if resident else None
+    buffer = _move_and_reduce(group, packed, wire, encoded)
+    if resident:
+        resident.arrive(buffer[len(packed) :])
     header = wire.decode_header(buffer[: wire.header_numel].tolist(), stamp, call_kind or 0)
     if header is None or header.error or header.new_rank_set:
         # No lane is read: they are of different formats, or not all there, and then another
         # reduce follows, or an error.
         return ReducedLanes(header, totals={})
-    rows = buffer[wire.header_numel :].view(-1, wire.lane_numel)
+    rows = buffer[wire.header_numel : len(packed)].view(-1, wire.lane_numel)
     totals = {
         rank_set: wire.decode(rows[layout.lane_of[rank_set]].tolist())
         for rank_set in layout.read_by(stages)
     }
     return ReducedLanes(header, totals, compare_replicas(rows, layout, brought.families, wire))
+
+
+def _move_and_reduce(
+    group: ReductionGroup, packed: array[float], wire: WireFormat, resident: EncodedNorms | None
+) -> torch.Tensor:
+    """Reduce in the group's buffer, made anew if it is of another size; count what it costs."""
+    row_numel = resident.row_numel if resident else 0
+    staging = group.staging
+    if staging is None or staging.numel != len(packed) or staging.row_numel < row_numel:
+        staging = group.staging = StagingBuffer(len(packed), group.device, row_numel)
+    buffer = staging.reduce(packed, wire.op, group.group, resident)
+    group.copies += staging.copies
+    return buffer
 
 
 def _place(
@@ -277,7 +314,10 @@ def _refine_extrema(
     The bit patterns of non-negative float64 numbers are ordered as the numbers are.
     """
     identity = wire.combine([])
-    partials = _place(brought.partials, layout, wire) or {}
+    known = brought.partials
+    if brought.resident:
+        known = brought.resident.combine_with(known, wire)
+    partials = _place(known, layout, wire) or {}
     values = [partials.get(rank_set, identity).value for rank_set in layout.lane_of]
     rows = group.gather_ints([_bit_pattern(value) for value in values])
     pick = max if wire.norm_type > 0 else min

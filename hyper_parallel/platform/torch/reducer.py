@@ -9,6 +9,7 @@ from .clip_grad import Call, clip
 from .clip_request import ClipRequest
 from .declarations import NOTHING_DECLARED, Declarations
 from .failure import LocalFailure, raise_if_any_failed
+from .frozen_reduction import NORM_TYPES, FrozenReduction
 from .grad_shards import GradShards, foretell_grad_shards
 from .lanes import describe_ranks
 from .layout_table import describe_buffer, describe_kernels, format_lanes, lane_uses
@@ -36,7 +37,11 @@ class NormReducer:
 
     Args:
         model: If given, the group's ranks agree on its rank sets here, so that the first clip costs
-            what every clip costs, and errors name its parameters.
+            what every clip costs, and errors name its parameters. If the model lies on the group's
+            devices on all ranks, and there are kernels for these, clips that do not ask for an
+            error then run without the host: nothing is copied up or down or waited for, and norms
+            and coefficient stay on the device. A rank whose gradients are not as agreed raises
+            alone, and the others' norm is NaN.
         group: Ranks to reduce over; the default group if None.
         pp_group: See `clip_grad_norm_`.
         sharded_over: See there; tensors of the model, of which a clip may list some.
@@ -66,6 +71,7 @@ class NormReducer:
         self._is_default_group = group is None
         self._reproducible = reproducible
         self._declared = NOTHING_DECLARED
+        self._frozen: FrozenReduction | None = None
         self._listed = ParameterList(model if model is not None else [])
         # Parameters with the reaches that are foretold for their gradients.
         self._foretold = GradShards([], [], [])
@@ -80,6 +86,7 @@ class NormReducer:
             is_complete = failure.error is None
             extend_layout(self._group, self._declared.statement(lanes, is_complete=is_complete))
             raise_if_any_failed(self._group, failure.error)
+            self._frozen = FrozenReduction.agreed(self._group, self._foretold, self._declared)
         elif failure.error is not None:
             raise failure.error
 
@@ -105,6 +112,9 @@ class NormReducer:
             reproducible=self._reproducible,
         )
         listing = functools.partial(ParameterList, parameters, self._listed.names)
+        needs_host = error_if_nonfinite or self._reproducible or foreach is False
+        if self._frozen is not None and not needs_host and norm_type in NORM_TYPES:
+            return self._frozen.clip_(listing, norm_type, asked)
         return clip(self._group, Call(listing, asked, lambda: self._declared, foreach))
 
     def explain(self) -> str:

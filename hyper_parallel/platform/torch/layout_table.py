@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.kernels import host
+from hyper_parallel.kernels import host, triton
 
 from .lanes import UNCOUNTED, UNSHARDED, ShardUnion, describe_ranks
 from .torch_private import local_tensors
@@ -98,10 +99,13 @@ def describe_buffer(group_size: int, num_lanes: int) -> str:
 
 def describe_kernels() -> str:
     """Return what measures and scales shards on this machine."""
+    accelerator = torch.accelerator.current_accelerator()
+    has_triton = accelerator is not None and triton.is_available(accelerator.type)
+    on_device = "Triton" if has_triton else "torch operators"
     if not host.is_available():
-        return "torch operators, on the host and on devices (no host kernels were built)"
+        return f"host shards: torch operators (no kernels were built); device shards: {on_device}"
     isa = host.instruction_sets()[0]
-    return f"host shards: C++ ({isa}, {host.num_threads()} threads); device shards: torch operators"
+    return f"host shards: C++ ({isa}, {host.num_threads()} threads); device shards: {on_device}"
 
 
 def _rank_set_of(reach: Reach, layout: Layout | None) -> RankSet:

@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["measure", "scale_"]
+
+_Way = tuple[Callable[[list[torch.Tensor], float], None], torch.device | None, torch.dtype | None]
 
 
 def measure(
@@ -106,30 +109,29 @@ def scale_(
     if foreach and are_plain and tensors and host.is_available():
         host.scale_(tensors, coef)
         return
-    on_host: list[torch.Tensor] = []
     singly: list[torch.Tensor] = []
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    on_device: dict[torch.device, list[torch.Tensor]] = {}
+    groups: dict[_Way, list[torch.Tensor]] = {}
     for tensor in tensors:
-        if foreach and tensor.is_cpu and _fits_kernels(tensor):
-            on_host.append(tensor)
-        elif foreach and is_launchable(tensor):
-            on_device.setdefault(tensor.device, []).append(tensor)
-        elif foreach and _foreach_rounds_once(tensor):
-            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-        else:
-            singly.append(tensor)
+        way = _way_of(tensor) if foreach else None
+        (singly if way is None else groups.setdefault(way, [])).append(tensor)
     for tensor in singly:
         if tensor.dim() and tensor.layout == torch.strided:
             tensor.narrow(0, 0, 0).mul_(coef)  # nothing, but its class may refuse
-    if on_host:
-        host.scale_(on_host, coef)
-    for group in on_device.values():
-        scale_on_device_(group, coef)
-    for group in groups.values():
-        foreach_mul_(group, coef)
+    for (scale_group_, _, _), group in groups.items():
+        scale_group_(group, coef)
     for tensor in singly:
         tensor.mul_(coef)
+
+
+def _way_of(tensor: torch.Tensor) -> _Way | None:
+    """Return what scales a tensor with others of its kind; None where only single operators do."""
+    if tensor.is_cpu:
+        return (host.scale_, None, None) if _fits_kernels(tensor) else None
+    if is_launchable(tensor):
+        return scale_on_device_, tensor.device, None
+    if _foreach_rounds_once(tensor):
+        return foreach_mul_, tensor.device, tensor.dtype
+    return None
 
 
 def _all_fit_kernels(tensors: Sequence[torch.Tensor], norm_type: float, *, are_plain: bool) -> bool:
@@ -223,8 +225,8 @@ def _to_exact_partial(pieces: Sequence[host.ExactSum]) -> PartialNorm:
 def _foreach_rounds_once(tensor: torch.Tensor) -> bool:
     """Tell whether the multi-tensor kernel keeps the coefficient in float32.
 
-    On the CPU torch 2.13's rounds it to bfloat16 and float16 gradients' own dtype first, and gains
-    nothing over single operators: it is a loop over them. CUDA's does not round it.
+    CUDA's does. Others may round it to bfloat16 and float16 gradients' own dtype first, as torch
+    2.13's on the CPU does, which gains nothing over single operators anyway.
     """
     if tensor.layout != torch.strided or tensor.device.type == "cpu" or has_private_format(tensor):
         return False

@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from .clip_request import NOTHING_ASKED, ClipRequest
-from .clip_result import ClipResult, Copies, NonfiniteGradient, Stopwatch
+from .clip_request import ClipRequest
+from .clip_result import ClipResult, Copies, Stopwatch
+from .deferred_scaling import Scaling
 from .failure import (
     LocalFailure,
     raise_if_any_overflows,
@@ -25,25 +25,24 @@ from .failure import (
     raise_nonfinite,
     raise_together,
 )
-from .finish import clip_coefficient, may_overflow, round_norm, sum_totals
+from .finish import clip_coefficient, round_norm, sum_totals
 from .grad_shards import GradShards, collect_grad_shards, rank_sets_of
-from .lanes import UNSHARDED, RankSet
+from .lanes import UNSHARDED
+from .local_norms import LocalNorms
 from .norm_reducer import Contribution, ReducedLanes, extend_layout, reduce_lanes
 from .parameter_list import ParameterList
-from .partial_norms import measure, scale_
+from .partial_norms import measure
 from .reduction_groups import ReductionGroup, resolve_group
 from .torch_private import not_compiled
-from .wire_format import PartialNorm, PartialNorms, Votes, WireFormat
+from .wire_format import Votes, WireFormat
 
 __all__ = ["NormReducer", "clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
-
-_WIDE = frozenset((torch.float64, torch.complex128))
 
 Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
 
 @not_compiled
-def clip_grad_norm_(
+def clip_grad_norm_(  # noqa: PLR0913 - torch's five, and keywords
     parameters: Parameters,
     max_norm: float,
     norm_type: float = 2.0,
@@ -52,6 +51,8 @@ def clip_grad_norm_(
     *,
     group: dist.ProcessGroup | None = None,
     reproducible: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
+    skip_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Clip the norm of all gradients taken as one vector, in place, and return that norm.
 
@@ -73,6 +74,14 @@ def clip_grad_norm_(
         reproducible: Sum squares exactly, so that the norm has the same bits however the gradients
             are sharded and ordered, at about 1.3 times the host pass. p = 2 and no float64;
             Partial gradients are summed by the group first, in its own order.
+        optimizer: Leave the scaling to this optimizer's next `step()`, which reads every gradient
+            anyway: no pass over memory is spent on it. Any that `torch.amp.GradScaler` drives
+            through `grad_scale`: AdamW and Adam with `fused=True`, and SGD if no parameter is a
+            DTensor. It must hold the parameters that have gradients, and no others. The step
+            divides by float32(1 / coefficient), so that its gradients are within an ulp of
+            multiplied ones, and stores them. Every clip replaces what an earlier one has left.
+        skip_nonfinite: Let that step do nothing, on all ranks, if the norm is NaN or infinite on
+            any.
 
     Returns:
         The total norm before clipping: 0-dim, float32 (float64 if any gradient in the group is),
@@ -85,16 +94,23 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: If max_norm is negative or NaN, norm_type is NaN or finite negative, or ranks
-            ask for different clips; if no backend of the group can be used, or it lacks this rank.
+            ask for different clips; if no backend of the group can be used, or it lacks this rank;
+            if `optimizer` holds other parameters.
         TypeError: If a gradient is quantized, meta, Partial of other than sum and avg, or cannot be
-            written in place.
+            written in place; if `optimizer` cannot scale gradients, or one is float64.
         RuntimeError: If the norm is not finite and error_if_nonfinite, or the reduction fails.
             All on every rank alike, naming ranks and parameters, with no gradient changed.
     """
     asked = functools.partial(
-        ClipRequest.validated, max_norm, norm_type, error_if_nonfinite, reproducible=reproducible
+        ClipRequest.validated,
+        max_norm,
+        norm_type,
+        error_if_nonfinite,
+        reproducible=reproducible,
+        skip_nonfinite=skip_nonfinite,
     )
-    return _clip_listed(functools.partial(ParameterList, parameters), group, asked, foreach)
+    scaling = Scaling(foreach is not False, optimizer)
+    return _clip_listed(functools.partial(ParameterList, parameters), group, asked, scaling)
 
 
 @not_compiled
@@ -116,7 +132,7 @@ def get_total_norm(
         ClipRequest.validated, math.inf, norm_type, error_if_nonfinite, reproducible=reproducible
     )
     listing = functools.partial(ParameterList, tensors, are_gradients=True)
-    return _clip_listed(listing, group, asked, foreach)
+    return _clip_listed(listing, group, asked, Scaling(foreach is not False))
 
 
 @not_compiled
@@ -126,6 +142,8 @@ def clip_grads_with_norm_(
     max_norm: float,
     total_norm: torch.Tensor,
     foreach: bool | None = None,  # noqa: FBT001 - torch's signature
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
     """Scale gradients in place by min(1, max_norm / (total_norm + 1e-6)).
 
@@ -134,22 +152,26 @@ def clip_grads_with_norm_(
         max_norm: See there.
         total_norm: 0-dim, as `get_total_norm` returns it; a DTensor is gathered first.
         foreach: See there.
+        optimizer: See there.
 
     Ranks: none is asked, unless `total_norm` is a DTensor: then all of its mesh.
     Sync: one if `total_norm` is on a device.
 
     Raises:
-        ValueError: If max_norm is negative or NaN.
-        TypeError: If a gradient cannot be scaled; no gradient is changed.
+        ValueError: If max_norm is negative or NaN, or `optimizer` holds other parameters.
+        TypeError: If a gradient cannot be scaled, or `optimizer` cannot; no gradient is changed.
     """
     limit = ClipRequest.validated(max_norm).max_norm
-    shards = collect_grad_shards(ParameterList(parameters))
+    scaling = Scaling(foreach is not False, optimizer)
+    scaling.forget()
+    listed = ParameterList(parameters)
+    shards = collect_grad_shards(listed)
+    scaling.validate(listed, shards)
     if isinstance(total_norm, DTensor):
         total_norm = total_norm.full_tensor()
     wide = torch.float64 if total_norm.dtype == torch.float64 else torch.float32
     coef = float(clip_coefficient(total_norm.to("cpu", wide), limit))
-    if coef != 1.0:
-        scale_(shards.tensors, coef, foreach=foreach is not False, are_plain=shards.are_plain)
+    scaling.apply(shards, coef, skip_step=False)
 
 
 class NormReducer:
@@ -198,6 +220,8 @@ class NormReducer:
         *,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        skip_nonfinite: bool = False,
     ) -> ClipResult:
         """Clip as `clip_grad_norm_` does; see there for arguments and errors.
 
@@ -209,54 +233,24 @@ class NormReducer:
             norm_type,
             error_if_nonfinite,
             reproducible=self._reproducible,
+            skip_nonfinite=skip_nonfinite,
         )
-        return _clip(
-            self._group, lambda: ParameterList(parameters, self._names), asked, foreach=foreach
-        )
+        scaling = Scaling(foreach is not False, optimizer)
+        return _clip(self._group, lambda: ParameterList(parameters, self._names), asked, scaling)
 
 
 def _clip_listed(
     list_parameters: Callable[[], ParameterList],
     group: dist.ProcessGroup | None,
     asked: Callable[[], ClipRequest],
-    foreach: bool | None,  # noqa: FBT001
+    scaling: Scaling,
 ) -> torch.Tensor:
     """Clip over `group`, or the default group; a list without any DTensor is local, as in torch."""
     if group is not None:
-        return _clip(resolve_group(group), list_parameters, asked, foreach=foreach).total_norm
+        return _clip(resolve_group(group), list_parameters, asked, scaling).total_norm
     listed = list_parameters()
     reducing = resolve_group(None) if listed.has_dtensor() else None
-    return _clip(reducing, lambda: listed, asked, foreach=foreach).total_norm
-
-
-@dataclass
-class _Local:
-    """What this rank knows before the reduce; nothing, or some of it, if it failed on the way."""
-
-    request: ClipRequest = NOTHING_ASKED
-    listed: ParameterList = field(default_factory=lambda: ParameterList([]))
-    shards: GradShards = field(default_factory=lambda: GradShards([], [], []))
-    measured: PartialNorms = field(default_factory=lambda: PartialNorms([]))
-    fetched: Copies = field(default_factory=Copies)
-
-    @functools.cached_property
-    def nonfinite(self) -> tuple[NonfiniteGradient, ...]:
-        """Shards that make the norm NaN or infinite. Partial ones are looked at here and now."""
-        addends = PartialNorms([])
-        with LocalFailure():  # only names are at stake, for which other ranks may be waiting
-            addends, fetched = measure(self.shards.pending.tensors, self.request.norm_type)
-            self.fetched += fetched
-        return tuple(
-            NonfiniteGradient(
-                self.listed.describe(shards.positions[i]), partial.num_nan, partial.num_inf
-            )
-            for shards, partials in (
-                (self.shards.whole, self.measured),
-                (self.shards.pending, addends),
-            )
-            for i, partial in partials.others.items()
-            if partial.is_nonfinite
-        )
+    return _clip(reducing, lambda: listed, asked, scaling).total_norm
 
 
 @torch.no_grad()
@@ -264,21 +258,22 @@ def _clip(
     group: ReductionGroup | None,
     list_parameters: Callable[[], ParameterList],
     asked: Callable[[], ClipRequest],
-    *,
-    foreach: bool | None,
+    scaling: Scaling,
 ) -> ClipResult:
     """The six steps. What fails on this rank before the reduce, all ranks raise after it."""
     stopwatch = Stopwatch()
     cost_before = group.copies if group else Copies()
-    local = _Local()
+    local = LocalNorms()
 
     with LocalFailure() as failure:
         # 1. Collect: parameters to gradient shards with their rank sets.
+        scaling.forget()
         request = local.request = asked()
         local.listed = list_parameters()
         local.shards = collect_grad_shards(local.listed, writable=request.changes_gradients)
         _validate_reach(group, local.shards)
         request.validate_dtypes(local.shards.dtypes)
+        scaling.validate(local.listed, local.shards, skip_nonfinite=request.skip_nonfinite)
         stopwatch.lap("collect")
 
         # 2. Measure: one pass over the shards.
@@ -293,9 +288,9 @@ def _clip(
     # 3. Pack: one partial norm per rank set, and this rank's votes.
     request = local.request
     wire = WireFormat(group.size if group else 1, request.norm_type)
-    by_rank_set = _combine_by_rank_set(local, wire)
+    by_rank_set = local.by_rank_set(wire)
     unsharded = by_rank_set.pop(UNSHARDED, None)
-    votes = _vote(local, wire)
+    votes = local.votes(wire)
 
     # 4. Move and reduce: one copy up, one all-reduce, one copy down.
     reduced = ReducedLanes(votes, totals={})
@@ -319,12 +314,9 @@ def _clip(
     coef = clip_coefficient(total_norm, request.max_norm)
     stopwatch.lap("finish")
 
-    # 6. Scale: not at all where the coefficient is 1.
-    if coef != 1.0:
-        shards = local.shards
-        scale_(
-            shards.tensors, float(coef), foreach=foreach is not False, are_plain=shards.are_plain
-        )
+    # 6. Scale: not at all where the coefficient is 1, or an optimizer's next step does it.
+    skips_step = request.skip_nonfinite and _is_nonfinite_anywhere(group, agreed, total_norm)
+    scaled_bytes = scaling.apply(local.shards, float(coef), skip_step=skips_step)
     stopwatch.lap("scale")
 
     return ClipResult(
@@ -335,6 +327,9 @@ def _clip(
         nonfinite=local.nonfinite if agreed.nonfinite else (),
         copies=local.fetched + (group.copies - cost_before if group else Copies()),
         timings=stopwatch.laps,
+        host_bytes_read=local.shards.host_bytes + scaled_bytes,
+        host_bytes_written=scaled_bytes,
+        skips_step=skips_step,
     )
 
 
@@ -348,31 +343,8 @@ def _validate_reach(group: ReductionGroup | None, shards: GradShards) -> None:
         )
 
 
-def _combine_by_rank_set(local: _Local, wire: WireFormat) -> dict[RankSet, PartialNorm]:
-    """Return one partial norm per rank set; the identity where gradients wait for their sum."""
-    combined = {}
-    if local.measured:
-        for rank_set, indices in local.shards.whole.indices_by_rank_set().items():
-            combined[rank_set] = wire.combine(local.measured.select(indices))
-    for shard in local.shards.pending:
-        assert shard.pending is not None  # noqa: S101
-        combined.setdefault(shard.rank_set, wire.combine([]))
-        combined.setdefault(shard.pending.ranks, wire.combine([]))
-    return combined
-
-
-def _vote(local: _Local, wire: WireFormat) -> Votes:
-    total = wire.to_total(wire.combine(local.measured))
-    return Votes(
-        huge=may_overflow(total, wire.norm_type, wire.group_size),
-        nonfinite=any(partial.is_nonfinite for partial in local.measured.others.values()),
-        float64_gradient=not _WIDE.isdisjoint(local.shards.dtypes),
-        partial_gradient=bool(local.shards.pending),
-    )
-
-
 def _settle(
-    group: ReductionGroup | None, votes: Votes | None, local: _Local, failure: LocalFailure
+    group: ReductionGroup | None, votes: Votes | None, local: LocalNorms, failure: LocalFailure
 ) -> Votes:
     """Return the group's votes, or raise on all ranks what they call for.
 
@@ -385,6 +357,16 @@ def _settle(
     if votes.nonfinite and local.request.error_if_nonfinite:
         raise_nonfinite(group, local.request.norm_type, local.nonfinite)
     return votes
+
+
+def _is_nonfinite_anywhere(
+    group: ReductionGroup | None, agreed: Votes, total_norm: torch.Tensor
+) -> bool:
+    """Tell, on all ranks alike, whether the norm is NaN or infinite on any of them."""
+    if agreed.nonfinite or not agreed.huge:
+        return agreed.nonfinite
+    overflows = int(total_norm.isinf())
+    return any(row[0] for row in group.gather_ints([overflows])) if group else bool(overflows)
 
 
 def _on_the_gradients_device(norm: torch.Tensor, shards: GradShards) -> torch.Tensor:

@@ -54,13 +54,17 @@ class ClipResult:
         total_norm: 0-dim, float32, or float64 if any gradient in the group is; on the CPU if all
             of this rank's gradients are, else on the accelerator. Equal on all ranks that read the
             same lanes.
-        clip_coef: 0-dim on the CPU, same dtype: what the gradients were multiplied by.
+        clip_coef: 0-dim on the CPU, same dtype: what the gradients were multiplied by, or what the
+            step of `optimizer=` is to scale them by.
         local_norm: 0-dim on the CPU, same dtype: the norm of this rank's own shards.
         norms_by_rank_set: The norm over each rank set that contains this rank, 0-dim on the CPU.
             Under `()` that of the gradients that this rank holds whole, if there are any.
         nonfinite: This rank's gradients with NaN or infinite elements.
         copies: What this clip cost, exchanges at a group's first included.
         timings: Seconds of host time per step: collect, measure, reduce, finish, scale.
+        host_bytes_read: Bytes of gradients in host memory that this clip read.
+        host_bytes_written: Bytes of them that it wrote.
+        skips_step: Whether the next step of `optimizer=` does nothing, for `skip_nonfinite`.
     """
 
     total_norm: torch.Tensor
@@ -70,6 +74,9 @@ class ClipResult:
     nonfinite: tuple[NonfiniteGradient, ...] = ()
     copies: Copies = field(default_factory=Copies)
     timings: Mapping[str, float] = field(default_factory=dict)
+    host_bytes_read: int = 0
+    host_bytes_written: int = 0
+    skips_step: bool = False
 
 
 class Stopwatch:

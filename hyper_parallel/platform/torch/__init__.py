@@ -2,10 +2,12 @@
 
 from .clip_grad import NormReducer, clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from .clip_result import ClipResult
+from .norm_before_offload import NormBeforeOffload
 from .reduction_groups import reduction_group
 
 __all__ = [
     "ClipResult",
+    "NormBeforeOffload",
     "NormReducer",
     "clip_grad_norm_",
     "clip_grads_with_norm_",

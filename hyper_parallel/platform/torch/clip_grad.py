@@ -31,7 +31,6 @@ from .lanes import UNSHARDED
 from .local_norms import LocalNorms
 from .norm_reducer import Contribution, ReducedLanes, extend_layout, reduce_lanes
 from .parameter_list import ParameterList
-from .partial_norms import measure
 from .reduction_groups import ReductionGroup, resolve_group
 from .torch_private import not_compiled
 from .wire_format import Votes, WireFormat
@@ -276,13 +275,8 @@ def _clip(
         scaling.validate(local.listed, local.shards, skip_nonfinite=request.skip_nonfinite)
         stopwatch.lap("collect")
 
-        # 2. Measure: one pass over the shards.
-        local.measured, local.fetched = measure(
-            local.shards.whole.tensors,
-            request.norm_type,
-            reproducible=request.reproducible,
-            are_plain=local.shards.are_plain,
-        )
+        # 2. Measure: one pass over the shards whose norm was not taken before they were offloaded.
+        local.measure(group)
         stopwatch.lap("measure")
 
     # 3. Pack: one partial norm per rank set, and this rank's votes.
@@ -296,7 +290,12 @@ def _clip(
     reduced = ReducedLanes(votes, totals={})
     if group is not None:
         contribution = Contribution(
-            by_rank_set, votes, failure, local.shards.pending, reproducible=request.reproducible
+            by_rank_set,
+            votes,
+            failure,
+            local.shards.pending,
+            reproducible=request.reproducible,
+            early=local.early if local.early_stay else None,
         )
         reduced = reduce_lanes(group, contribution, wire, request.stamp)
     agreed = _settle(group, reduced.votes, local, failure)
@@ -305,7 +304,8 @@ def _clip(
     # 5. Finish: own lanes and unsharded gradients to the norm, rounded once.
     totals = dict(reduced.totals)
     if unsharded is not None:
-        totals[UNSHARDED] = wire.to_total(unsharded)
+        parts = [wire.to_total(unsharded), reduced.early_unsharded]
+        totals[UNSHARDED] = sum_totals(parts, request.norm_type)
     dtype = torch.float64 if agreed.float64_gradient else torch.float32
     norm_of = functools.partial(round_norm, norm_type=request.norm_type, dtype=dtype)
     total_norm = norm_of(sum_totals(totals.values(), request.norm_type))
@@ -322,13 +322,16 @@ def _clip(
     return ClipResult(
         total_norm=_on_the_gradients_device(total_norm, local.shards),
         clip_coef=coef,
-        local_norm=norm_of(wire.to_total(wire.combine(local.measured))),
+        local_norm=norm_of(sum_totals([local.own_total(wire), reduced.early], request.norm_type)),
         norms_by_rank_set={rank_set: norm_of(total) for rank_set, total in totals.items()},
         nonfinite=local.nonfinite if agreed.nonfinite else (),
         copies=local.fetched + (group.copies - cost_before if group else Copies()),
         timings=stopwatch.laps,
-        host_bytes_read=local.shards.host_bytes + scaled_bytes,
+        host_bytes_read=local.host_bytes_read + scaled_bytes,
         host_bytes_written=scaled_bytes,
+        sampled_bytes_read=local.early.sampled_bytes,
+        num_early=len(local.early.indices),
+        host_passes=local.early.reasons,
         skips_step=skips_step,
     )
 

@@ -64,6 +64,11 @@ class ClipResult:
         timings: Seconds of host time per step: collect, measure, reduce, finish, scale.
         host_bytes_read: Bytes of gradients in host memory that this clip read.
         host_bytes_written: Bytes of them that it wrote.
+        sampled_bytes_read: Bytes of them, besides, that it looked at to see whether norms taken by
+            `NormBeforeOffload` still hold.
+        num_early: This rank's gradients whose norm was taken by `NormBeforeOffload`.
+        host_passes: Where that is attached: why other gradients were passed over after all, and how
+            many of them.
         skips_step: Whether the next step of `optimizer=` does nothing, for `skip_nonfinite`.
     """
 
@@ -76,6 +81,9 @@ class ClipResult:
     timings: Mapping[str, float] = field(default_factory=dict)
     host_bytes_read: int = 0
     host_bytes_written: int = 0
+    sampled_bytes_read: int = 0
+    num_early: int = 0
+    host_passes: Mapping[str, int] = field(default_factory=dict)
     skips_step: bool = False
 
 

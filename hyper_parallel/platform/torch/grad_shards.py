@@ -86,7 +86,7 @@ class GradShards(Sequence[GradShard]):
     def __getitem__(self, index: slice) -> GradShards: ...
     def __getitem__(self, index: int | slice) -> GradShard | GradShards:
         if isinstance(index, slice):
-            return self._select(range(*index.indices(len(self))))
+            return self.select(range(*index.indices(len(self))))
         reach = self.reaches[index]
         return GradShard(self.tensors[index], reach.rank_set, reach.pending, self.positions[index])
 
@@ -110,14 +110,14 @@ class GradShards(Sequence[GradShard]):
         """Those that are not Partial."""
         if not any(reach.pending for reach in self.distinct_reaches):
             return self
-        return self._select(i for i, reach in enumerate(self.reaches) if reach.pending is None)
+        return self.select(i for i, reach in enumerate(self.reaches) if reach.pending is None)
 
     @functools.cached_property
     def pending(self) -> GradShards:
         """Those that are."""
         if self.whole is self:
             return GradShards([], [], [])
-        return self._select(i for i, reach in enumerate(self.reaches) if reach.pending)
+        return self.select(i for i, reach in enumerate(self.reaches) if reach.pending)
 
     def indices_by_rank_set(self) -> dict[RankSet, Sequence[int]]:
         """Return which of them have each rank set."""
@@ -131,7 +131,8 @@ class GradShards(Sequence[GradShard]):
             appends[reach](index)
         return dict(indices)
 
-    def _select(self, indices: Iterable[int]) -> GradShards:
+    def select(self, indices: Iterable[int]) -> GradShards:
+        """Return those at `indices`, in that order."""
         chosen = list(indices)
         return GradShards(
             [self.tensors[i] for i in chosen],

@@ -10,16 +10,18 @@ import torch
 
 from .clip_request import NOTHING_ASKED, ClipRequest
 from .clip_result import Copies, NonfiniteGradient
+from .early_norms import EarlySums
+from .early_norms import find as find_early_norms
 from .failure import LocalFailure
-from .finish import may_overflow
+from .finish import LaneTotal, may_overflow, sum_totals
 from .grad_shards import GradShards
 from .parameter_list import ParameterList
 from .partial_norms import measure
-from .wire_format import PartialNorms, Votes
+from .wire_format import PartialNorm, PartialNorms, Votes, WireFormat
 
 if TYPE_CHECKING:
     from .lanes import RankSet
-    from .wire_format import PartialNorm, WireFormat
+    from .reduction_groups import ReductionGroup
 
 __all__ = ["LocalNorms"]
 
@@ -34,53 +36,116 @@ class LocalNorms:
         request: What the clip was asked to do.
         listed: Its parameters.
         shards: Their gradients.
-        measured: Partial norms of `shards.whole`.
-        fetched: What fetching those from devices cost.
+        early: Partial norms of some of `shards.whole` that were taken before the clip.
+        early_stay: Whether they stay on the device for the reduce.
+        fetched_early: Else what they are, per rank set.
+        measured: Partial norms of `remaining`.
+        fetched: What fetching partial norms from devices cost.
+        host_bytes_read: Bytes of gradients in host memory that were passed over.
     """
 
     request: ClipRequest = NOTHING_ASKED
     listed: ParameterList = field(default_factory=lambda: ParameterList([]))
     shards: GradShards = field(default_factory=lambda: GradShards([], [], []))
+    early: EarlySums = field(default_factory=EarlySums)
+    early_stay: bool = False
+    fetched_early: dict[RankSet, PartialNorm] = field(default_factory=dict)
     measured: PartialNorms = field(default_factory=lambda: PartialNorms([]))
     fetched: Copies = field(default_factory=Copies)
+    host_bytes_read: int = 0
+
+    @functools.cached_property
+    def remaining(self) -> GradShards:
+        """Shards of `shards.whole` without an early norm that holds."""
+        whole, early = self.shards.whole, set(self.early.indices)
+        return whole.select(i for i in range(len(whole)) if i not in early) if early else whole
+
+    def measure(self, group: ReductionGroup | None) -> None:
+        """Look for norms taken before the clip, and pass over the shards that have none.
+
+        Args:
+            group: Over whose device early sums are reduced.
+        """
+        request = self.request
+        if request.norm_type == 2.0 and not request.reproducible:
+            self.early = find_early_norms(self.shards.whole)
+            self.early_stay = bool(self.early.indices) and self._reduces_where_they_are(group)
+            if not self.early_stay:
+                wire = WireFormat(group.size if group else 1, request.norm_type)
+                self.fetched_early = self.early.fetch(wire)
+        self.measured, copies = measure(
+            self.remaining.tensors,
+            request.norm_type,
+            reproducible=request.reproducible,
+            are_plain=self.remaining.are_plain,
+        )
+        self.fetched = copies + self.early.copies
+        self.host_bytes_read = self.remaining.host_bytes
+
+    def _reduces_where_they_are(self, group: ReductionGroup | None) -> bool:
+        if group is None or group.device.type == "cpu":
+            return False
+        return self.early.device in (None, group.device)
 
     @functools.cached_property
     def nonfinite(self) -> tuple[NonfiniteGradient, ...]:
-        """Shards that make the norm NaN or infinite. Partial ones are looked at here and now."""
-        addends = PartialNorms([])
+        """Shards that make the norm NaN or infinite.
+
+        Partial ones, and those measured early, are looked at here and now.
+        """
+        unknown = [self.shards.pending]
+        if self.early.indices:
+            unknown.append(self.shards.whole.select(self.early.indices))
+        looked_at = [(self.remaining, self.measured)]
         with LocalFailure():  # only names are at stake, for which other ranks may be waiting
-            addends, fetched = measure(self.shards.pending.tensors, self.request.norm_type)
-            self.fetched += fetched
+            for shards in unknown:
+                partials, copies = measure(shards.tensors, self.request.norm_type)
+                self.fetched += copies
+                self.host_bytes_read += shards.host_bytes
+                looked_at.append((shards, partials))
         return tuple(
             NonfiniteGradient(
                 self.listed.describe(shards.positions[i]), partial.num_nan, partial.num_inf
             )
-            for shards, partials in (
-                (self.shards.whole, self.measured),
-                (self.shards.pending, addends),
-            )
+            for shards, partials in looked_at
             for i, partial in partials.others.items()
             if partial.is_nonfinite
         )
 
     def by_rank_set(self, wire: WireFormat) -> dict[RankSet, PartialNorm]:
-        """Return one partial norm per rank set; the identity where gradients wait for their sum."""
+        """Return what the host knows, one partial norm per rank set.
+
+        The identity where gradients wait for their sum, or their early sums for the reduce.
+        """
         combined = {}
         if self.measured:
-            for rank_set, indices in self.shards.whole.indices_by_rank_set().items():
+            for rank_set, indices in self.remaining.indices_by_rank_set().items():
                 combined[rank_set] = wire.combine(self.measured.select(indices))
+        for rank_set, partial in self.fetched_early.items():
+            known = [combined[rank_set]] if rank_set in combined else []
+            combined[rank_set] = wire.combine([partial, *known])
+        waiting = set(self.early.sums)
         for shard in self.shards.pending:
             assert shard.pending is not None  # noqa: S101
-            combined.setdefault(shard.rank_set, wire.combine([]))
-            combined.setdefault(shard.pending.ranks, wire.combine([]))
-        return combined
+            waiting |= {shard.rank_set, shard.pending.ranks}
+        return {rank_set: wire.combine([]) for rank_set in waiting} | combined
+
+    def own_total(self, wire: WireFormat) -> LaneTotal:
+        """Return the total of what the host knows of this rank's shards."""
+        parts = [wire.combine(self.measured), *self.fetched_early.values()]
+        return sum_totals(map(wire.to_total, parts), wire.norm_type)
 
     def votes(self, wire: WireFormat) -> Votes:
-        """Return this rank's answers to what all ranks decide together."""
-        total = wire.to_total(wire.combine(self.measured))
+        """Return this rank's answers to what all ranks decide together.
+
+        Where there are early sums, which only the device knows, it adds its own votes.
+        """
+        # Two halves that are not huge together make a whole that is not (device_packing).
+        share = 2 if self.early_stay else 1
+        partials = [*self.measured.others.values(), *self.fetched_early.values()]
         return Votes(
-            huge=may_overflow(total, wire.norm_type, wire.group_size),
-            nonfinite=any(partial.is_nonfinite for partial in self.measured.others.values()),
+            huge=may_overflow(self.own_total(wire), wire.norm_type, share * wire.group_size),
+            nonfinite=any(partial.is_nonfinite for partial in partials),
             float64_gradient=not _WIDE.isdisjoint(self.shards.dtypes),
             partial_gradient=bool(self.shards.pending),
         )

@@ -5,6 +5,7 @@ The only module that talks to a process group in every clip.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -13,16 +14,19 @@ import torch
 import torch.distributed as dist
 
 from .clip_result import Copies
+from .device_packing import DeviceLanes, pack_on_device
 from .failure import collectives_of
-from .finish import may_overflow
+from .finish import NOTHING, may_overflow
 from .lanes import agree
 from .meeting import meet
 from .pending_sums import measure_pending
+from .wire_format import VOTE_PLACES
 
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterable, Mapping, Sequence
 
+    from .early_norms import EarlySums
     from .failure import LocalFailure
     from .finish import LaneTotal
     from .grad_shards import GradShard
@@ -44,6 +48,8 @@ class Contribution:
         pending: Its Partial gradients. Their rank sets, and the ranks of their sums, are among
             `partials`, if need be with the identity.
         reproducible: Whether to sum the squares of those exactly.
+        early: Sums that are still on the group's device; None if it brings none such. Their rank
+            sets are among `partials`, too.
     """
 
     partials: Mapping[RankSet, PartialNorm]
@@ -51,6 +57,7 @@ class Contribution:
     failure: LocalFailure
     pending: Sequence[GradShard] = ()
     reproducible: bool = False
+    early: EarlySums | None = None
 
 
 @dataclass(frozen=True)
@@ -60,10 +67,14 @@ class ReducedLanes:
     Attributes:
         votes: The group's, or None if some rank asked for another clip than this one.
         totals: One per rank set of the group's layout that contains this rank.
+        early: The total of this rank's own early sums.
+        early_unsharded: Of those, the total of gradients that it holds whole.
     """
 
     votes: Votes | None
     totals: Mapping[RankSet, LaneTotal]
+    early: LaneTotal = NOTHING
+    early_unsharded: LaneTotal = NOTHING
 
 
 class StagingBuffer:
@@ -74,44 +85,89 @@ class StagingBuffer:
     same stream, and has been waited for.
 
     Args:
-        numel: Floats in the buffer.
+        numel: Floats in the buffer that are reduced.
+        own_numel: Floats behind them that are not, but go down with them.
         device: The group's.
+
+    Attributes:
+        numel: As passed.
     """
 
-    def __init__(self, numel: int, device: torch.device) -> None:
+    def __init__(self, numel: int, own_numel: int, device: torch.device) -> None:
         self.numel = numel
         self._on_host = device.type == "cpu"
         pin = not self._on_host
         # Not an inference tensor, which only inference mode could write again.
         with torch.inference_mode(mode=False):
-            self._host = torch.empty(numel, dtype=torch.float32, device="cpu", pin_memory=pin)
+            self._host = torch.empty(
+                numel + own_numel, dtype=torch.float32, device="cpu", pin_memory=pin
+            )
             self._device = torch.empty_like(self._host, device=device) if pin else self._host
+            # The last header that was packed on the device, there and as the host knows it.
+            self._header = torch.empty_like(self._device)
+        self._header_values: list[float] = []
 
-    def reduce(self, packed: array[float], op: str, group: dist.ProcessGroup) -> torch.Tensor:
-        """Reduce one rank's buffer over `group`; return the result, [numel] float32 on the host.
+    def reduce(
+        self, packed: array[float], op: str, group: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, Copies]:
+        """Reduce one rank's buffer over `group`.
+
+        Returns:
+            The result, [numel] float32 on the host, and what it cost.
 
         Sync: one event, unless the group reduces CPU tensors.
         """
         reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        self._host.copy_(torch.frombuffer(packed, dtype=torch.float32))
+        host = self._host[: self.numel]
+        host.copy_(torch.frombuffer(packed, dtype=torch.float32))
         if self._on_host:
-            dist.all_reduce(self._host, op=reduce_op, group=group)
-            return self._host
+            dist.all_reduce(host, op=reduce_op, group=group)
+            return host, Copies(collectives=1)
         module = torch.get_device_module(self._device.device)
         with module.device(self._device.device):  # whichever device is current for the caller
-            self._device.copy_(self._host, non_blocking=True)
-            dist.all_reduce(self._device, op=reduce_op, group=group)
-            self._host.copy_(self._device, non_blocking=True)
-            arrived = module.Event()
-            arrived.record()
-            arrived.synchronize()
-        return self._host
+            device = self._device[: self.numel]
+            device.copy_(host, non_blocking=True)
+            dist.all_reduce(device, op=reduce_op, group=group)
+            self._bring_down(self.numel)
+        return host, Copies(h2d=1, collectives=1, d2h=1, host_syncs=1)
 
-    @property
-    def copies(self) -> Copies:
-        """What one `reduce` costs."""
-        moves = 0 if self._on_host else 1
-        return Copies(h2d=moves, collectives=1, d2h=moves, host_syncs=moves)
+    def sum_on_device(
+        self, header: list[float], packed: DeviceLanes, group: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, Copies]:
+        """Sum one rank's buffer, packed on the device, over `group`.
+
+        Returns:
+            The result and this rank's own lanes, [numel + own_numel] float32 on the host, and what
+            it cost.
+
+        Sync: one event.
+        """
+        with torch.get_device_module(self._device.device).device(self._device.device):
+            self._fill_header(header)
+            start = len(header)
+            self._device[:start].copy_(self._header[:start])
+            for name, vote in packed.votes.items():
+                self._device[VOTE_PLACES[name]].add_(vote)
+            self._device[start : self.numel].copy_(packed.lanes.flatten())
+            self._device[self.numel :].copy_(packed.own.flatten())
+            dist.all_reduce(self._device[: self.numel], group=group)
+            self._bring_down(self._host.numel())
+        return self._host, Copies(collectives=1, d2h=1, host_syncs=1)
+
+    def _fill_header(self, header: list[float]) -> None:
+        """Change what is new in the header; numbers are arguments of the kernels."""
+        if len(self._header_values) != len(header):
+            self._header_values = [math.nan] * len(header)
+        for i, (old, new) in enumerate(zip(self._header_values, header, strict=True)):
+            if old != new:
+                self._header[i].fill_(new)
+        self._header_values = header
+
+    def _bring_down(self, numel: int) -> None:
+        self._host[:numel].copy_(self._device[:numel], non_blocking=True)
+        arrived = torch.get_device_module(self._device.device).Event()
+        arrived.record()
+        arrived.synchronize()
 
 
 def extend_layout(group: ReductionGroup, rank_sets: Iterable[RankSet]) -> Layout:
@@ -182,21 +238,32 @@ def _reduce_once(
 ) -> ReducedLanes:
     """Steps 3 and 4 of a clip: pack, move, reduce, read the header and the own lanes."""
     is_new = any(rank_set not in layout.lane_of for rank_set in brought.partials)
+    packed: DeviceLanes | None = None
+    if brought.early is not None and not is_new:
+        with brought.failure:
+            packed = pack_on_device(brought.early, brought.partials, layout, wire, group.device)
     votes = replace(brought.votes, error=brought.failure.error is not None, new_rank_set=is_new)
-    packed = wire.pack(votes, stamp, [brought.partials.get(s) for s in layout.lane_of])
-    if group.staging is None or group.staging.numel != len(packed):
-        group.staging = StagingBuffer(len(packed), group.device)
-    buffer = group.staging.reduce(packed, wire.op, group.group)
-    group.copies += group.staging.copies
-    header = wire.decode_header(buffer[: wire.header_numel].tolist(), stamp)
-    if header is None:  # lanes of different formats were reduced into one another
+    numel = wire.header_numel + len(layout.lane_of) * wire.lane_numel
+    if group.staging is None or group.staging.numel != numel:
+        group.staging = StagingBuffer(numel, 2 * wire.lane_numel, group.device)
+    if packed is None:
+        lanes = [brought.partials.get(rank_set) for rank_set in layout.lane_of]
+        buffer, cost = group.staging.reduce(wire.pack(votes, stamp, lanes), wire.op, group.group)
+    else:
+        header = wire.pack_header(votes, stamp)
+        buffer, cost = group.staging.sum_on_device(header, packed, group.group)
+    group.copies += cost
+    votes_of_all = wire.decode_header(buffer[: wire.header_numel].tolist(), stamp)
+    if votes_of_all is None:  # lanes of different formats were reduced into one another
         return ReducedLanes(None, totals={})
-    lanes = buffer[wire.header_numel :].view(-1, wire.lane_numel)
+    rows = buffer[wire.header_numel :].view(-1, wire.lane_numel)
     totals = {
-        rank_set: wire.decode(lanes[layout.lane_of[rank_set]].tolist())
+        rank_set: wire.decode(rows[layout.lane_of[rank_set]].tolist())
         for rank_set in layout.own_rank_sets
     }
-    return ReducedLanes(header, totals)
+    if packed is None:
+        return ReducedLanes(votes_of_all, totals)
+    return ReducedLanes(votes_of_all, totals, *map(wire.decode, rows[-2:].tolist()))
 
 
 def _add_up_pending(

@@ -36,6 +36,7 @@ __all__ = [
     "reduce_scatter_sum",
     "specs",
     "takes_grad_scale",
+    "versions_of",
 ]
 
 
@@ -87,6 +88,7 @@ def specs(dtensors: Iterable[DTensor]) -> list[object]:
     return list(map(_spec, dtensors))
 
 
+_version = operator.attrgetter("_version")
 _local_tensor = operator.attrgetter("_local_tensor")
 _spec = operator.attrgetter("_spec")
 
@@ -120,6 +122,11 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> datetime.ti
     timeout = getattr(options, "_timeout", None) or group_store(group).timeout
     assert isinstance(timeout, datetime.timedelta)  # noqa: S101
     return timeout
+
+
+def versions_of(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """Return how often each was written in place, as autograd counts it (2.9 to 2.13)."""
+    return tuple(map(_version, tensors))
 
 
 def num_stored_bytes(tensor: torch.Tensor) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .early_norms import outdate
 from .failure import join_some
 from .partial_norms import scale_
 from .torch_private import takes_grad_scale
@@ -115,6 +116,7 @@ class Scaling:
             return 0
         if coef == 1.0:
             return 0
+        outdate(map(id, shards.tensors), "was scaled by a clip")  # which no version counter knows
         scale_(shards.tensors, coef, foreach=self.foreach, are_plain=shards.are_plain)
         return shards.host_bytes
 

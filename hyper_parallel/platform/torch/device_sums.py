@@ -1,4 +1,4 @@
-"""Sums of squares of pieces of a device tensor, and which elements a guard looks at.
+"""Sums of squares of pieces of a device tensor, and of which elements a change would tell.
 
 In torch operators, and only for devices with float64. Nothing here waits for the device.
 """
@@ -14,11 +14,12 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["BITS_OF", "SamplePlan", "SampledPlaces", "has_float64", "sums_and_largest"]
+__all__ = ["BITS_OF", "SamplePlan", "SampledPlaces", "has_float64", "measure_chunks"]
 
 BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 """The dtypes that are measured early, and the integers that hold their bits."""
 
+_FRACTIONS = {torch.float32: 0x7FFFFF, torch.bfloat16: 0x7F, torch.float16: 0x3FF}
 # As in partial_norms; and the place of an element in a chunk fits an int32.
 _CHUNK_NUMEL = 1 << 22
 
@@ -30,20 +31,21 @@ class SampledPlaces(NamedTuple):
         chunks: Which of the sums.
         fixed: Of elements that are always looked at: place in the shard, and of its bits in the
             samples.
-        largest: Of each chunk's largest element: place of the chunk in the shard; in the samples
-            the place of the element in the chunk, and of its bits.
+        telling: Of elements that the device chooses in each chunk: place of the chunk in the shard;
+            in the samples the place of the element in the chunk, and of its bits.
     """
 
     chunks: slice
     fixed: Sequence[tuple[int, int]]
-    largest: Sequence[tuple[int, int, int]]
+    telling: Sequence[tuple[int, int, int]]
 
 
 class SamplePlan:
     """What is measured of a buffer that holds shards one after the other, with padding.
 
-    The first, the middle and the last element of each shard are sampled, and of each chunk the
-    largest: whatever scales or clamps gradients changes that one.
+    The first, the middle and the last element of each shard are sampled, and two of each chunk: the
+    largest, which every clamp changes first, and one with the largest fraction. Its neighbours are
+    nearest in proportion, so that a factor that is rounded away there is rounded away everywhere.
 
     Args:
         numels: Of each shard with and without padding.
@@ -52,10 +54,10 @@ class SamplePlan:
     Attributes:
         numels: As passed.
         chunks: Pieces of shards in the buffer, of at most 4 Mi elements.
-        chunk_starts: [num_chunks] int64, device: where they start.
+        chunk_starts: [2 * num_chunks] int64, device: where they start, twice.
         sampled: [num_fixed] int64, device: places in the buffer of elements always looked at.
-        samples: int32, pinned: bits of those, bits of each chunk's largest element, and its place
-            in the chunk.
+        samples: int32, pinned: bits of those; bits of each chunk's largest element, then of each
+            one's with the largest fraction; and the places of these in their chunks.
         places: Of each shard.
 
     Sync: two blocking copies to the device.
@@ -73,15 +75,16 @@ class SamplePlan:
             self.chunks += [slice(i, min(i + _CHUNK_NUMEL, start + numel)) for i in own]
             fixed.append(sorted({0, numel // 2, numel - 1}) if numel else [])
             start += padded_numel
-        num_fixed = sum(map(len, fixed))
+        num_fixed, num_telling = sum(map(len, fixed)), 2 * len(self.chunks)
         numbers = itertools.count()
         self.places = [
             SampledPlaces(
                 slice(indices.start, indices.stop),
                 [(place, next(numbers)) for place in places],
                 [
-                    (chunk - first, num_fixed + len(self.chunks) + i, num_fixed + i)
-                    for chunk, i in zip(own, indices, strict=True)
+                    (chunk - first, num_fixed + num_telling + i, num_fixed + i)
+                    for chunk, index in zip(own, indices, strict=True)
+                    for i in (index, len(self.chunks) + index)
                 ],
             )
             for (first, own, indices), places in zip(of_shard, fixed, strict=True)
@@ -93,29 +96,32 @@ class SamplePlan:
         ]
         starts = [chunk.start for chunk in self.chunks]
         self.sampled = torch.tensor(in_buffer, dtype=torch.int64, device=device)
-        self.chunk_starts = torch.tensor(starts, dtype=torch.int64, device=device)
+        self.chunk_starts = torch.tensor(2 * starts, dtype=torch.int64, device=device)
         self.samples = torch.empty(
-            num_fixed + 2 * len(starts), dtype=torch.int32, device="cpu", pin_memory=True
+            num_fixed + 2 * num_telling, dtype=torch.int32, device="cpu", pin_memory=True
         )
 
 
-def sums_and_largest(
+def measure_chunks(
     chunks: Sequence[torch.Tensor], like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each chunk's sum of squares, and which of its elements is the largest in magnitude.
+    """Return each chunk's sum of squares, and the places of its telling elements.
 
     Args:
-        chunks: 1-D, float32, bfloat16 or float16, on one device; none is empty.
-        like: Any tensor on that device.
+        chunks: 1-D, of a dtype in `BITS_OF`, on one device; none is empty.
+        like: A tensor of theirs.
 
     Returns:
-        [num_chunks] float64, of exact squares; and [num_chunks] int64. Both on the device.
+        [num_chunks] float64, of exact squares; and [2 * num_chunks] int64: the largest element of
+        each, then that with the largest fraction of each. Both on the device.
     """
     if not chunks:
         return like.new_empty(0, dtype=torch.float64), like.new_empty(0, dtype=torch.int64)
-    wide = map(torch.Tensor.double, chunks)
-    sums = torch.stack([torch.dot(x, x) for x in wide])
-    return sums, torch.stack([chunk.abs().argmax() for chunk in chunks])
+    fraction = _FRACTIONS[like.dtype]
+    sums = torch.stack([torch.dot(x, x) for x in map(torch.Tensor.double, chunks)])
+    largest = [chunk.abs().argmax() for chunk in chunks]
+    finest = [(chunk.view(BITS_OF[chunk.dtype]) & fraction).argmax() for chunk in chunks]
+    return sums, torch.stack([*largest, *finest])
 
 
 @functools.cache

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .lanes import RankSet
     from .wire_format import WireFormat
 
-__all__ = ["EarlyNorm", "EarlySums", "Measurement", "drop", "find", "keep", "refuse"]
+__all__ = ["EarlyNorm", "EarlySums", "Measurement", "drop", "find", "keep", "outdate", "refuse"]
 
 _INTEGERS = {2: ctypes.c_int16, 4: ctypes.c_int32}
 
@@ -104,7 +104,7 @@ class EarlyNorm:
             for place, i in self.places.fixed
         ) and all(
             bits_at(self.data_ptr + item_bytes * (start + samples[i])).value == samples[j]
-            for start, i, j in self.places.largest
+            for start, i, j in self.places.telling
         )
 
 
@@ -120,6 +120,11 @@ def keep(local: torch.Tensor, early: EarlyNorm) -> None:
 def refuse(local_ids: Iterable[int], reason: str) -> None:
     """Remember why shards have none."""
     _known.update(dict.fromkeys(local_ids, reason))
+
+
+def outdate(local_ids: Iterable[int], reason: str) -> None:
+    """Remember why shards that have one have none any more."""
+    refuse((local_id for local_id in local_ids if local_id in _known), reason)
 
 
 def drop(local_ids: Iterable[int]) -> None:
@@ -196,7 +201,7 @@ def find(shards: GradShards) -> EarlySums:
             reads[early.measurement], copies = early.measurement.read_samples()
             found.copies += copies
         places = early.places
-        found.sampled_bytes += local.element_size() * (len(places.fixed) + len(places.largest))
+        found.sampled_bytes += local.element_size() * (len(places.fixed) + len(places.telling))
         if not early.agrees_with(local, reads[early.measurement]):
             reasons["has other elements than were measured"] += 1
             continue

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from .device_sums import BITS_OF, SamplePlan, has_float64, sums_and_largest
+from .device_sums import BITS_OF, SamplePlan, has_float64, measure_chunks
 from .early_norms import EarlyNorm, Measurement, drop, keep, refuse
 from .failure import join_some
 from .torch_private import local_tensors, versions_of
@@ -37,8 +37,9 @@ class NormBeforeOffload:
     it by itself. A gradient whose early norm does not hold takes the host pass as before;
     `ClipResult.host_passes` says how many and why. It holds only if one reduction made the gradient
     and nobody wrote to it since, which the clip checks for each: that it is the same tensor, at the
-    same place, with the same version counters, and that its first, middle and last element and its
-    largest one (of every 4 Mi) still have the bits that the hook has seen.
+    same place, with the same version counters, and that five of its elements (two of every 4 Mi
+    more) still have the bits that the hook has seen, among them those that a clamp or a factor
+    would change first.
 
     Writes that torch does not count (through `.data`, a raw pointer, numpy, or a `_foreach_`
     operator on DTensors) and that also spare all these elements cannot be seen: call `invalidate()`
@@ -59,7 +60,7 @@ class NormBeforeOffload:
     Sync: none in the backward pass; one small asynchronous copy to the host per module and pass.
 
     Raises:
-        ValueError: If no module of the model can be hooked; says why.
+        ValueError: If no module of the model can be hooked, with the reasons, or one is already.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -82,6 +83,11 @@ class NormBeforeOffload:
 
     def attach(self) -> None:
         """Take norms from the next backward pass on. A module's own all-reduce hook runs first."""
+        taken = [hook.name for hook in self._hooks if hook.is_elsewhere]
+        if taken:
+            raise ValueError(
+                f"{join_some(taken)}: has a NormBeforeOffload already; detach that first"
+            )
         for hook in self._hooks:
             hook.attach()
 
@@ -124,6 +130,15 @@ class _GroupHook:
         self._has_warned = False
         weakref.finalize(self, drop, self._kept)
 
+    @property
+    def name(self) -> str:
+        return self._group.name or "the model"
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another one of these is attached to the group."""
+        return isinstance(self._group.hook, _GroupHook) and self._group.hook is not self
+
     def attach(self) -> None:
         if not self._is_attached:
             self._theirs = self._group.hook
@@ -151,6 +166,10 @@ class _GroupHook:
 
     @torch.no_grad()
     def __call__(self, buffer: torch.Tensor) -> None:
+        # With a hook FSDP2 goes on with the buffer on this stream, to the copy to the host, but has
+        # allocated it on another, which must not have it back before.
+        stream = torch.get_device_module(buffer.device).current_stream(buffer.device)
+        buffer.record_stream(stream)
         if self._theirs is not None:
             self._theirs(buffer)
         # This buffer goes into the gradients, so whatever was known of them is outdated.
@@ -160,7 +179,7 @@ class _GroupHook:
         outcome: _Measured | str = "takes another pass"
         if not all(faults):
             try:
-                outcome = self._measure(buffer, segments)
+                outcome = self._measure(buffer, segments, stream)
             except RuntimeError as error:  # no memory, or an operator that the device lacks
                 outcome = "could not be measured on the device"
                 self._warn_once(error)
@@ -169,22 +188,21 @@ class _GroupHook:
                 functools.partial(self._keep, self._pass, outcome, segments, faults)
             )
 
-    def _measure(self, buffer: torch.Tensor, segments: Sequence[FsdpParameter]) -> _Measured | str:
+    def _measure(
+        self, buffer: torch.Tensor, segments: Sequence[FsdpParameter], stream: torch.Stream
+    ) -> _Measured | str:
         """Queue the work on the current stream. Return what comes of it, or why nothing does."""
         if sum(segment.padded_numel for segment in segments) != buffer.numel():
             return "is reduced with parameters of which some have no gradient"
-        module = torch.get_device_module(buffer.device)
-        stream = module.current_stream(buffer.device)
-        buffer.record_stream(stream)  # FSDP2 has allocated it on another
         gradients = self._group.gradients_of(buffer)
         if gradients.dtype not in BITS_OF:
             return f"is {gradients.dtype}"
         plan = self._plan_of(segments, buffer.device)
-        sums, places = sums_and_largest([gradients[chunk] for chunk in plan.chunks], gradients)
+        sums, places = measure_chunks([gradients[chunk] for chunk in plan.chunks], gradients)
         chosen = torch.cat([plan.sampled, plan.chunk_starts + places])
         bits = gradients.view(BITS_OF[gradients.dtype]).index_select(0, chosen)
         plan.samples.copy_(torch.cat([bits.int(), places.int()]), non_blocking=True)
-        arrived = module.Event()
+        arrived = torch.get_device_module(buffer.device).Event()
         arrived.record(stream)
         return _Measured(Measurement(sums, plan.samples, arrived), plan, gradients.dtype)
 
@@ -227,7 +245,7 @@ class _GroupHook:
             _logger.warning(
                 "the norms before offload of %s cannot be taken, clips pass over them in host "
                 "memory: %s",
-                self._group.name or "the model",
+                self.name,
                 error,
             )
         self._has_warned = True

@@ -186,6 +186,61 @@ def test_scaled_gradient_of_mostly_zeros_is_seen():
     assert_right(run_case(case))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_factor_that_some_elements_round_away_is_seen(dtype):
+    """`.data` bumps no counter, and 1 - 2^-8.3 leaves some bfloat16 as they are, but not all."""
+
+    def case(rank):
+        torch.manual_seed(0)
+        model = offloaded(Model().to(dtype))
+        NormBeforeOffload(model)
+        train_once(model, 1, dtype)
+        changed = []
+        for grad in grads(model):
+            before = grad.to_local().clone()
+            grad.data.mul_(1 - 2.0 ** (-8.3 if dtype == torch.bfloat16 else -11.3))
+            changed.append(bool((before != grad.to_local()).any()))
+        assert any(changed)
+        result, truth = measured(model)
+        assert result.num_early == ALL - sum(changed)
+        return result.total_norm.item(), truth
+
+    assert_right(run_case(case))
+
+
+def test_gradients_scaled_by_an_earlier_clip():
+    """By kernels that bump no counter, and a coefficient that sampled elements may round away."""
+
+    def case(rank):
+        torch.manual_seed(0)
+        model = offloaded(Model())
+        NormBeforeOffload(model)
+        train_once(model, 1)
+        NormReducer(model).clip_(model.parameters(), 1.0)
+        result, truth = measured(model)
+        assert result.host_passes == {"was scaled by a clip": ALL}
+        return result.total_norm.item(), truth
+
+    assert_right(run_case(case))
+
+
+def test_gradients_scaled_by_the_optimizer():
+    def case(rank):
+        torch.manual_seed(0)
+        model = offloaded(Model())
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        NormBeforeOffload(model)
+        train_once(model, 1)
+        NormReducer(model).clip_(model.parameters(), 1.0, optimizer=optimizer)
+        optimizer.step()
+        result, truth = measured(model)
+        assert result.num_early == 0
+        assert result.total_norm.item() == pytest.approx(1.0, rel=1e-6)
+        return result.total_norm.item(), truth
+
+    assert_right(run_case(case))
+
+
 def test_optimizer_in_backward():
     """Hooks that run as soon as a gradient is there, one of which frees it."""
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from hyper_parallel import NormBeforeOffload, NormReducer, clip_grad_norm_
 from hyper_parallel.testing import simnpu
@@ -64,6 +65,50 @@ def test_equal_bits_for_every_dtype_and_divisor(mesh):
         return True
 
     assert all(run_ranks(rank_main, 4, backend="hccl", timeout_s=55))
+
+
+def test_shards_of_another_dim_and_accumulation_without_all_reduce():
+    def rank_main(rank):
+        mesh = mesh_of("hccl", (2, 2), ("replicate", "shard"))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(13, 8), nn.Linear(8, 6))
+        fully_shard(
+            model,
+            mesh=mesh,
+            offload_policy=CPUOffloadPolicy(),
+            shard_placement_fn=lambda param: Shard(1) if param.shape == (6, 8) else Shard(0),
+        )
+        early = NormBeforeOffload(model)
+        for micro_batch in range(3):
+            model.set_requires_all_reduce(requires_all_reduce=micro_batch == 2)
+            train_once(model, micro_batch)
+        first, _ = compare(early, model)
+        return first.num_early
+
+    assert run_ranks(rank_main, 4, backend="hccl") == [4] * 4
+
+
+def test_shards_of_several_chunks(monkeypatch):
+    """Chunks are of 4 Mi elements; here of 100, each with telling elements of its own."""
+    from hyper_parallel.platform.torch import device_sums
+
+    def rank_main(rank):
+        monkeypatch.setattr(device_sums, "_CHUNK_NUMEL", 100)
+        torch.manual_seed(0)
+        model = offloaded(nn.Linear(13, 101))
+        early = NormBeforeOffload(model)
+        train_once(model, 1)
+        first, _ = compare(early, model)
+        assert first.num_early == 2
+        model.zero_grad()
+        train_once(model, 1)
+        weight = model.weight.grad.to_local().view(-1)
+        last = weight[600:]
+        last.data.mul_(0.5)
+        second, _ = compare(early, model)
+        return second.num_early
+
+    assert run_ranks(rank_main, 2, backend="hccl") == [1, 1]
 
 
 def test_norm_is_exactly_rounded():
@@ -400,7 +445,6 @@ def test_model_that_cannot_be_hooked_is_an_error_that_says_why(kind):
                 FSDPMeshInfo,
                 ShardPlacementResult,
             )
-            from torch.distributed.tensor import Shard
 
             one = mesh_of("hccl", (2, 1), ("a", "b"))["b"]
             placements = {
@@ -424,6 +468,18 @@ def test_model_that_cannot_be_hooked_is_an_error_that_says_why(kind):
     }[kind]
     for text in run_ranks(rank_main, 2, backend="hccl"):
         assert reason in text
+
+
+def test_second_attachment_is_an_error():
+    def rank_main(rank):
+        model = offloaded(Model())
+        early = NormBeforeOffload(model)
+        with pytest.raises(ValueError, match="has a NormBeforeOffload already"):
+            NormBeforeOffload(model)
+        early.detach()
+        NormBeforeOffload(model)
+
+    run_ranks(rank_main, 2, backend="hccl")
 
 
 def test_partly_hooked_model_says_what_is_not():
@@ -468,7 +524,7 @@ def test_failure_on_the_device_falls_back_with_one_warning(monkeypatch, caplog):
 
     def rank_main(rank):
         if rank == 1:
-            monkeypatch.setattr(norm_before_offload, "sums_and_largest", out_of_memory)
+            monkeypatch.setattr(norm_before_offload, "measure_chunks", out_of_memory)
         model = offloaded(Model())
         early = NormBeforeOffload(model)
         for _ in range(2):

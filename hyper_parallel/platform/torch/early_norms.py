@@ -95,17 +95,16 @@ class EarlyNorm:
             and self.data_ptr == local.data_ptr()
         )
 
-    def agrees_with(self, local: torch.Tensor, samples: Sequence[int]) -> bool:
+    def agrees_with(self, samples: Sequence[int], item_bytes: int) -> bool:
         """Compare the sampled elements' bits; the memory is read without torch, for speed."""
-        item_bytes = local.element_size()
         bits_at = _INTEGERS[item_bytes].from_address
-        return all(
-            bits_at(self.data_ptr + item_bytes * place).value == samples[i]
-            for place, i in self.places.fixed
-        ) and all(
-            bits_at(self.data_ptr + item_bytes * (start + samples[i])).value == samples[j]
-            for start, i, j in self.places.telling
-        )
+        start = self.data_ptr
+        fixed, telling = self.places.fixed, self.places.telling
+        return [bits_at(start + item_bytes * place).value for place, _ in fixed] == [
+            samples[i] for _, i in fixed
+        ] and [
+            bits_at(start + item_bytes * (chunk + samples[i])).value for chunk, i, _ in telling
+        ] == [samples[j] for _, _, j in telling]
 
 
 # By the id of the shard; what is found is compared with the shard itself, since ids come again.
@@ -188,7 +187,8 @@ def find(shards: GradShards) -> EarlySums:
         return EarlySums()
     found = EarlySums()
     reasons: Counter[str] = Counter()
-    reads: dict[Measurement, list[int]] = {}
+    samples: dict[Measurement, list[int]] = {}
+    runs = _Runs()
     for index, local in enumerate(shards.tensors):
         early = _known.get(id(local), "was not reduced by a module with the hook")
         if isinstance(early, str):
@@ -197,21 +197,43 @@ def find(shards: GradShards) -> EarlySums:
         if not early.is_of(local):
             reasons["was written or replaced since"] += 1
             continue
-        if early.measurement not in reads:
-            reads[early.measurement], copies = early.measurement.read_samples()
+        measurement, places = early.measurement, early.places
+        if measurement not in samples:
+            samples[measurement], copies = measurement.read_samples()
             found.copies += copies
-        places = early.places
-        found.sampled_bytes += local.element_size() * (len(places.fixed) + len(places.telling))
-        if not early.agrees_with(local, reads[early.measurement]):
+        item_bytes = local.element_size()
+        found.sampled_bytes += item_bytes * (len(places.fixed) + len(places.telling))
+        if not early.agrees_with(samples[measurement], item_bytes):
             reasons["has other elements than were measured"] += 1
             continue
         found.indices.append(index)
-        if places.chunks.stop > places.chunks.start:
-            parts = found.sums.setdefault(shards.reaches[index].rank_set, [])
-            parts.append(early.measurement.sums[places.chunks])
+        runs.add(shards.reaches[index].rank_set, measurement.sums, places.chunks)
+    found.sums = runs.sums()
     found.reasons = dict(reasons)
-    _make_usable_here(reads)
+    _make_usable_here(samples)
     return found
+
+
+class _Runs:
+    """Parts of sums by rank set, neighbours together: a slice for each would take its time."""
+
+    def __init__(self) -> None:
+        self._runs: dict[RankSet, list[tuple[torch.Tensor, int, int]]] = {}
+
+    def add(self, rank_set: RankSet, sums: torch.Tensor, chunks: slice) -> None:
+        if chunks.start == chunks.stop:
+            return
+        runs = self._runs.setdefault(rank_set, [])
+        if runs and runs[-1][0] is sums and runs[-1][2] == chunks.start:
+            runs[-1] = (sums, runs[-1][1], chunks.stop)
+        else:
+            runs.append((sums, chunks.start, chunks.stop))
+
+    def sums(self) -> dict[RankSet, list[torch.Tensor]]:
+        return {
+            rank_set: [sums[start:stop] for sums, start, stop in runs]
+            for rank_set, runs in self._runs.items()
+        }
 
 
 def _make_usable_here(measurements: Iterable[Measurement]) -> None:

@@ -1,15 +1,15 @@
 """Gradient clipping over sharded parameters whose gradients may live on the host.
 
-The public functions, with torch's signatures, and `NormReducer`, whose `clip_` is the pipeline:
-collect, measure, pack, move and reduce, finish, scale. No arithmetic here: it is in the module
-that each step names.
+The public functions, with torch's signatures, and the pipeline behind them: collect, measure, pack,
+move and reduce, finish, scale. No arithmetic here: it is in the module that each step names.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .clip_request import ClipRequest
 from .clip_result import ClipResult, Copies, Stopwatch
+from .declarations import Declarations, Groups
 from .deferred_scaling import Scaling
 from .failure import (
     LocalFailure,
@@ -25,23 +26,31 @@ from .failure import (
     raise_nonfinite,
     raise_together,
 )
-from .finish import clip_coefficient, round_norm, sum_totals
-from .grad_shards import GradShards, collect_grad_shards, rank_sets_of
-from .lanes import UNSHARDED
-from .local_norms import LocalNorms
-from .norm_reducer import Contribution, ReducedLanes, extend_layout, reduce_lanes
+from .finish import LaneTotal, clip_coefficient, round_norm, sum_totals
+from .grad_shards import GradShards, collect_grad_shards
+from .lanes import UNSHARDED, RankSet
+from .local_gradients import LocalGradients
+from .norm_reducer import Contribution, ReducedLanes, reduce_lanes
 from .parameter_list import ParameterList
 from .reduction_groups import ReductionGroup, resolve_group
+from .replica_spread import families_of
 from .torch_private import not_compiled
-from .wire_format import Votes, WireFormat
+from .wire_format import PartialNorm, Votes, WireFormat
 
-__all__ = ["NormReducer", "clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
+__all__ = [
+    "Call",
+    "Parameters",
+    "clip",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "get_total_norm",
+]
 
 Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
 
 @not_compiled
-def clip_grad_norm_(  # noqa: PLR0913 - torch's five, and keywords
+def clip_grad_norm_(  # noqa: PLR0913 - torch's arguments and ours
     parameters: Parameters,
     max_norm: float,
     norm_type: float = 2.0,
@@ -49,6 +58,9 @@ def clip_grad_norm_(  # noqa: PLR0913 - torch's five, and keywords
     foreach: bool | None = None,  # noqa: FBT001
     *,
     group: dist.ProcessGroup | None = None,
+    pp_group: dist.ProcessGroup | None = None,
+    sharded_over: Groups | None = None,
+    replicated_over: Groups | None = None,
     reproducible: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
     skip_nonfinite: bool = False,
@@ -70,6 +82,14 @@ def clip_grad_norm_(  # noqa: PLR0913 - torch's five, and keywords
         foreach: False for plain operators, one tensor at a time; else multi-tensor kernels.
         group: Ranks to reduce over; the default group if None. Pass `reduction_group(mesh)` if some
             ranks of the default group do not train this model.
+        pp_group: Ranks that hold different parameters, such as pipeline stages: the group of this
+            rank's own place in the stages, inside `group`. If any rank passes one, all must.
+        sharded_over: By listed tensor, a group each of whose ranks holds a distinct shard of it
+            though no DTensor says so, such as experts; beside the shards of its DTensor, if it is
+            one. Every rank of the group passes it, with or without a gradient.
+        replicated_over: By listed tensor, a group whose ranks hold copies of it that count once,
+            such as embeddings tied over `pp_group`: that of the lowest rank, which must have the
+            gradient if any has. All copies are scaled.
         reproducible: Sum squares exactly, so that the norm has the same bits however the gradients
             are sharded and ordered, at about 1.3 times the host pass. p = 2 and no float64;
             Partial gradients are summed by the group first, in its own order.
@@ -88,13 +108,16 @@ def clip_grad_norm_(  # noqa: PLR0913 - torch's five, and keywords
         Within 0.5 + 2^-20 ulp of the true norm for p = 2, 1 and inf, if it is float32 and devices
         that hold gradients have float64. The norm of nothing is 0 (for -inf: inf).
 
-    Ranks: all of `group`, if any of the parameters is a DTensor or `group` is given; else none is
-    asked, as in torch. If a filter may leave a rank without any DTensor, use `NormReducer(model)`.
+    Ranks: all of `group`, if any of the parameters is a DTensor or `group`, `pp_group` or
+    `sharded_over` is given; else none is asked, as in torch. If a filter may leave a rank without
+    any DTensor, use `NormReducer(model)`.
 
     Raises:
         ValueError: If max_norm is negative or NaN, norm_type is NaN or finite negative, or ranks
-            ask for different clips; if no backend of the group can be used, or it lacks this rank;
-            if `optimizer` holds other parameters.
+            ask for different clips; if no backend of the group can be used; if a group lacks this
+            rank, `group` lacks ranks of `pp_group` or of a mesh, or ranks differ on `pp_group`; if
+            a declared tensor is not listed, or declarations and DTensors contradict each other; if
+            `optimizer` holds other parameters.
         TypeError: If a gradient is quantized, meta, Partial of other than sum and avg, or cannot be
             written in place; if `optimizer` cannot scale gradients, or one is float64.
         RuntimeError: If the norm is not finite and error_if_nonfinite, or the reduction fails.
@@ -109,17 +132,23 @@ def clip_grad_norm_(  # noqa: PLR0913 - torch's five, and keywords
         skip_nonfinite=skip_nonfinite,
     )
     scaling = Scaling(foreach is not False, optimizer)
-    return _clip_listed(functools.partial(ParameterList, parameters), group, asked, scaling)
+    declare = functools.partial(Declarations.resolved, pp_group, sharded_over, replicated_over)
+    call = Call(functools.partial(ParameterList, parameters), asked, declare, scaling)
+    reduces = any(arg is not None for arg in (group, pp_group, sharded_over))
+    return _clip_listed(call, group, reduces=reduces)
 
 
 @not_compiled
-def get_total_norm(
+def get_total_norm(  # noqa: PLR0913
     tensors: torch.Tensor | Iterable[torch.Tensor],
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     foreach: bool | None = None,  # noqa: FBT001
     *,
     group: dist.ProcessGroup | None = None,
+    pp_group: dist.ProcessGroup | None = None,
+    sharded_over: Groups | None = None,
+    replicated_over: Groups | None = None,
     reproducible: bool = False,
 ) -> torch.Tensor:
     """Return the norm of all tensors taken as one vector.
@@ -130,8 +159,11 @@ def get_total_norm(
     asked = functools.partial(
         ClipRequest.validated, math.inf, norm_type, error_if_nonfinite, reproducible=reproducible
     )
+    declare = functools.partial(Declarations.resolved, pp_group, sharded_over, replicated_over)
     listing = functools.partial(ParameterList, tensors, are_gradients=True)
-    return _clip_listed(listing, group, asked, Scaling(foreach is not False))
+    reduces = any(arg is not None for arg in (group, pp_group, sharded_over))
+    call = Call(listing, asked, declare, Scaling(foreach is not False))
+    return _clip_listed(call, group, reduces=reduces)
 
 
 @not_compiled
@@ -173,128 +205,69 @@ def clip_grads_with_norm_(
     scaling.apply(shards, coef, skip_step=False)
 
 
-class NormReducer:
-    """Clips one model over one group, and tells more of it than `clip_grad_norm_` does.
+class Call(NamedTuple):
+    """A clip as it was called for. What may raise is called where all ranks learn of it."""
 
-    Unlike the function it always reduces over its group, so that a parameter list from which a
-    filter dropped every DTensor on some rank cannot leave the others waiting.
+    list_parameters: Callable[[], ParameterList]
+    request: Callable[[], ClipRequest]
+    declare: Callable[[], Declarations]
+    scaling: Scaling
 
-    Args:
-        model: If given, the group's ranks agree on its rank sets here, so that the first clip costs
-            what every clip costs, and errors name its parameters.
-        group: Ranks to reduce over; the default group if None.
-        reproducible: See `clip_grad_norm_`.
 
-    Ranks: all of the group construct it, if `model` is given.
+def _clip_listed(call: Call, group: dist.ProcessGroup | None, *, reduces: bool) -> torch.Tensor:
+    """Clip over `group`, or the default group.
 
-    Raises:
-        ValueError: If the group lacks this rank or has no usable backend, or gradients are sharded
-            over ranks outside it.
-        RuntimeError: If a rank does not come before the group's timeout; names it.
+    A list without any DTensor is local, as in torch, unless an argument says that it `reduces`.
     """
-
-    @not_compiled
-    def __init__(
-        self,
-        model: torch.nn.Module | None = None,
-        *,
-        group: dist.ProcessGroup | None = None,
-        reproducible: bool = False,
-    ) -> None:
-        self._group = resolve_group(group)
-        self._reproducible = reproducible
-        self._names: Mapping[int, str] = {}
-        if model is not None:
-            listed = ParameterList(model)
-            self._names = listed.names
-            if self._group is not None:
-                extend_layout(self._group, rank_sets_of(listed))
-
-    @not_compiled
-    def clip_(
-        self,
-        parameters: Parameters,
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        skip_nonfinite: bool = False,
-    ) -> ClipResult:
-        """Clip as `clip_grad_norm_` does; see there for arguments and errors.
-
-        Ranks: all of the group.
-        """
-        asked = functools.partial(
-            ClipRequest.validated,
-            max_norm,
-            norm_type,
-            error_if_nonfinite,
-            reproducible=self._reproducible,
-            skip_nonfinite=skip_nonfinite,
-        )
-        scaling = Scaling(foreach is not False, optimizer)
-        return _clip(self._group, lambda: ParameterList(parameters, self._names), asked, scaling)
-
-
-def _clip_listed(
-    list_parameters: Callable[[], ParameterList],
-    group: dist.ProcessGroup | None,
-    asked: Callable[[], ClipRequest],
-    scaling: Scaling,
-) -> torch.Tensor:
-    """Clip over `group`, or the default group; a list without any DTensor is local, as in torch."""
-    if group is not None:
-        return _clip(resolve_group(group), list_parameters, asked, scaling).total_norm
-    listed = list_parameters()
-    reducing = resolve_group(None) if listed.has_dtensor() else None
-    return _clip(reducing, lambda: listed, asked, scaling).total_norm
+    if not reduces:
+        listed = call.list_parameters()
+        call = call._replace(list_parameters=lambda: listed)
+        reduces = listed.has_dtensor()
+    return clip(resolve_group(group) if reduces else None, call).total_norm
 
 
 @torch.no_grad()
-def _clip(
-    group: ReductionGroup | None,
-    list_parameters: Callable[[], ParameterList],
-    asked: Callable[[], ClipRequest],
-    scaling: Scaling,
-) -> ClipResult:
+def clip(group: ReductionGroup | None, call: Call) -> ClipResult:
     """The six steps. What fails on this rank before the reduce, all ranks raise after it."""
     stopwatch = Stopwatch()
     cost_before = group.copies if group else Copies()
-    local = LocalNorms()
+    local = LocalGradients()
 
     with LocalFailure() as failure:
         # 1. Collect: parameters to gradient shards with their rank sets.
-        scaling.forget()
-        request = local.request = asked()
-        local.listed = list_parameters()
-        local.shards = collect_grad_shards(local.listed, writable=request.changes_gradients)
-        _validate_reach(group, local.shards)
-        request.validate_dtypes(local.shards.dtypes)
-        scaling.validate(local.listed, local.shards, skip_nonfinite=request.skip_nonfinite)
+        call.scaling.forget()
+        request = local.request = call.request()
+        declared = local.declared = call.declare()
+        local.listed = call.list_parameters()
+        shards = collect_grad_shards(local.listed, writable=request.changes_gradients)
+        shards = local.shards = declared.place(shards, local.listed)
+        _validate_reach(group, declared, shards)
+        request.validate_dtypes(shards.dtypes)
+        call.scaling.validate(local.listed, shards, skip_nonfinite=request.skip_nonfinite)
         stopwatch.lap("collect")
 
         # 2. Measure: one pass over the shards whose norm was not taken before they were offloaded.
         local.measure(group)
         stopwatch.lap("measure")
 
-    # 3. Pack: one partial norm per rank set, and this rank's votes.
-    request = local.request
+    # 3. Pack: one partial norm per lane, and this rank's votes.
+    request, shards = local.request, local.shards
     wire = WireFormat(group.size if group else 1, request.norm_type)
-    by_rank_set = local.by_rank_set(wire)
-    unsharded = by_rank_set.pop(UNSHARDED, None)
+    by_lane = local.combine_by_lane(wire)
+    unsharded = by_lane.pop(UNSHARDED, None)
     votes = local.votes(wire)
 
     # 4. Move and reduce: one copy up, one all-reduce, one copy down.
     reduced = ReducedLanes(votes, totals={})
     if group is not None:
         contribution = Contribution(
-            by_rank_set,
+            by_lane,
             votes,
             failure,
-            local.shards.pending,
+            shards.pending,
             reproducible=request.reproducible,
+            declared=local.declared,
+            families=families_of(shards.distinct_reaches),
             early=local.early if local.early_stay else None,
         )
         reduced = reduce_lanes(group, contribution, wire, request.stamp)
@@ -302,10 +275,7 @@ def _clip(
     stopwatch.lap("reduce")
 
     # 5. Finish: own lanes and unsharded gradients to the norm, rounded once.
-    totals = dict(reduced.totals)
-    if unsharded is not None:
-        parts = [wire.to_total(unsharded), reduced.early_unsharded]
-        totals[UNSHARDED] = sum_totals(parts, request.norm_type)
+    totals = _totals_of(reduced, unsharded, wire)
     dtype = torch.float64 if agreed.float64_gradient else torch.float32
     norm_of = functools.partial(round_norm, norm_type=request.norm_type, dtype=dtype)
     total_norm = norm_of(sum_totals(totals.values(), request.norm_type))
@@ -316,15 +286,16 @@ def _clip(
 
     # 6. Scale: not at all where the coefficient is 1, or an optimizer's next step does it.
     skips_step = request.skip_nonfinite and _is_nonfinite_anywhere(group, agreed, total_norm)
-    scaled_bytes = scaling.apply(local.shards, float(coef), skip_step=skips_step)
+    scaled_bytes = call.scaling.apply(shards, float(coef), skip_step=skips_step)
     stopwatch.lap("scale")
 
     return ClipResult(
-        total_norm=_on_the_gradients_device(total_norm, local.shards),
+        total_norm=_on_the_gradients_device(total_norm, shards),
         clip_coef=coef,
         local_norm=norm_of(sum_totals([local.own_total(wire), reduced.early], request.norm_type)),
         norms_by_rank_set={rank_set: norm_of(total) for rank_set, total in totals.items()},
         nonfinite=local.nonfinite if agreed.nonfinite else (),
+        replica_spread=reduced.spread.relative,
         copies=local.fetched + (group.copies - cost_before if group else Copies()),
         timings=stopwatch.laps,
         host_bytes_read=local.host_bytes_read + scaled_bytes,
@@ -336,18 +307,31 @@ def _clip(
     )
 
 
-def _validate_reach(group: ReductionGroup | None, shards: GradShards) -> None:
-    """Check that somebody is there to reduce with, if gradients are sharded."""
-    if group is None and any(reach.rank_set for reach in shards.distinct_reaches):
+def _validate_reach(
+    group: ReductionGroup | None, declared: Declarations, shards: GradShards
+) -> None:
+    """Check that somebody is there to reduce with, if gradients are sharded or staged."""
+    num_stages = len(declared.stages or ())
+    if group is None and (shards.lane_keys or num_stages > 1):
         raise ValueError(
             "gradients are sharded over several ranks, but there is no process group of more than "
             "one rank to reduce their norm over; initialize torch.distributed before clipping and "
-            "pass a group= that holds all ranks of their mesh"
+            "pass a group= that holds all ranks of their mesh and pp_group"
         )
 
 
+def _totals_of(
+    reduced: ReducedLanes, unsharded: PartialNorm | None, wire: WireFormat
+) -> dict[RankSet, LaneTotal]:
+    """Return the totals of own lanes and of the gradients that this rank holds whole."""
+    if unsharded is None:
+        return dict(reduced.totals)
+    own = sum_totals([wire.to_total(unsharded), reduced.early_unsharded], wire.norm_type)
+    return {**reduced.totals, UNSHARDED: own}
+
+
 def _settle(
-    group: ReductionGroup | None, votes: Votes | None, local: LocalNorms, failure: LocalFailure
+    group: ReductionGroup | None, votes: Votes | None, local: LocalGradients, failure: LocalFailure
 ) -> Votes:
     """Return the group's votes, or raise on all ranks what they call for.
 

@@ -57,9 +57,15 @@ class ClipResult:
         clip_coef: 0-dim on the CPU, same dtype: what the gradients were multiplied by, or what the
             step of `optimizer=` is to scale them by.
         local_norm: 0-dim on the CPU, same dtype: the norm of this rank's own shards.
-        norms_by_rank_set: The norm over each rank set that contains this rank, 0-dim on the CPU.
-            Under `()` that of the gradients that this rank holds whole, if there are any.
+        norms_by_rank_set: The norm over each rank set that contains this rank or a peer in its
+            pp_group, 0-dim on the CPU. Under `()` that of the gradients that this rank holds whole,
+            if there are any; with a pp_group those are under the group's ranks, of all stages.
         nonfinite: This rank's gradients with NaN or infinite elements.
+        replica_spread: Where a DTensor's own mesh has replicated dims, the largest relative
+            difference of the norms of its copies, as far as this rank has gradients of them and no
+            others in their lane; over 1e-3 a warning is logged once. A replica without a gradient
+            differs by 1 from one with, since a step would part them. inf where elements of one
+            only are NaN or infinite.
         copies: What this clip cost, exchanges at a group's first included.
         timings: Seconds of host time per step: collect, measure, reduce, finish, scale.
         host_bytes_read: Bytes of gradients in host memory that this clip read.
@@ -77,6 +83,7 @@ class ClipResult:
     local_norm: torch.Tensor
     norms_by_rank_set: Mapping[RankSet, torch.Tensor]
     nonfinite: tuple[NonfiniteGradient, ...] = ()
+    replica_spread: float = 0.0
     copies: Copies = field(default_factory=Copies)
     timings: Mapping[str, float] = field(default_factory=dict)
     host_bytes_read: int = 0

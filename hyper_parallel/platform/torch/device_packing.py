@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .device_lanes import encode, to_lanes
-from .lanes import UNSHARDED
+from .lanes import UNCOUNTED, UNSHARDED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .early_norms import EarlySums
-    from .lanes import Layout, RankSet
+    from .lanes import LaneKey, Layout
     from .wire_format import PartialNorm, WireFormat
 
 __all__ = ["DeviceLanes", "pack_on_device"]
@@ -44,7 +44,7 @@ class DeviceLanes(NamedTuple):
 
 def pack_on_device(
     early: EarlySums,
-    partials: Mapping[RankSet, PartialNorm],
+    partials: Mapping[LaneKey, PartialNorm],
     layout: Layout,
     wire: WireFormat,
     device: torch.device,
@@ -60,26 +60,32 @@ def pack_on_device(
 
     Sync: none.
     """
+    placed: dict[LaneKey, list[torch.Tensor]] = {}
+    for key, parts in early.sums.items():
+        # Without a lane of its own: of gradients that are whole, or counted elsewhere.
+        placed.setdefault(layout.rank_set_of(key) or key, []).extend(parts)
     known = {s: partial for s, partial in partials.items() if partial.value or partial.is_nonfinite}
     zero = torch.zeros(1, dtype=torch.float64, device=device)
-    parts = [part for parts in early.sums.values() for part in parts]
+    parts = [part for parts in placed.values() for part in parts]
     fills = [torch.full_like(zero, _as_float(partial)) for partial in known.values()]
     values = torch.cat([*parts, zero, *fills])
     rows = encode(values, wire)
     num_early = values.numel() - len(fills) - 1
     start = 0
-    added: dict[RankSet, torch.Tensor] = {}
-    for rank_set, parts in early.sums.items():
+    added: dict[LaneKey, torch.Tensor] = {}
+    for rank_set, parts in placed.items():
         end = start + sum(part.numel() for part in parts)
         added[rank_set] = rows[start:end].sum(0)
         start = end
     own = [rows[:num_early].sum(0), added.pop(UNSHARDED, torch.zeros_like(rows[0]))]
+    added.pop(UNCOUNTED, None)
     for rank_set, row in zip(known, rows[num_early + 1 :], strict=True):
         added[rank_set] = added[rank_set] + row if rank_set in added else row
     packed = to_lanes(torch.stack([*own, *added.values()]), values.numel(), wire)
-    lanes = packed.new_zeros(len(layout.lane_of), wire.lane_numel)
-    for rank_set, row in zip(added, packed[2:], strict=True):
-        lanes[layout.lane_of[rank_set]].copy_(row)
+    lane_of: dict[LaneKey, int] = dict(layout.lane_of.items())
+    lanes = packed.new_zeros(len(lane_of), wire.lane_numel)
+    for place, row in zip(map(lane_of.__getitem__, added), packed[2:], strict=True):
+        lanes[place].copy_(row)
     early_sum = values[:num_early].sum()
     votes = {
         "nonfinite": rows[:, :2].any().to(torch.float32),

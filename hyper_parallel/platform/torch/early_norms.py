@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from .device_sums import SampledPlaces
     from .grad_shards import GradShards
-    from .lanes import RankSet
+    from .lanes import LaneKey
     from .wire_format import WireFormat
 
 __all__ = ["EarlyNorm", "EarlySums", "Measurement", "drop", "find", "keep", "outdate", "refuse"]
@@ -138,14 +138,14 @@ class EarlySums:
 
     Attributes:
         indices: Of which shards.
-        sums: [num_chunks] float64 each, device, by the rank set that they belong to.
+        sums: [num_chunks] float64 each, device, by the lane that they belong to.
         reasons: Why the other shards have none, and how many of them.
         sampled_bytes: Bytes of the host's gradients that were compared.
         copies: What waiting for the samples cost.
     """
 
     indices: list[int] = field(default_factory=list)
-    sums: dict[RankSet, list[torch.Tensor]] = field(default_factory=dict)
+    sums: dict[LaneKey, list[torch.Tensor]] = field(default_factory=dict)
     reasons: Mapping[str, int] = field(default_factory=dict)
     sampled_bytes: int = 0
     copies: Copies = field(default_factory=Copies)
@@ -155,8 +155,8 @@ class EarlySums:
         """Where they are, if there are any."""
         return next((sums[0].device for sums in self.sums.values()), None)
 
-    def fetch(self, wire: WireFormat) -> dict[RankSet, PartialNorm]:
-        """Bring them to the host, one exact partial norm per rank set, and keep none.
+    def fetch(self, wire: WireFormat) -> dict[LaneKey, PartialNorm]:
+        """Bring them to the host, one exact partial norm per lane, and keep none.
 
         Sync: one blocking copy, which is counted.
         """
@@ -166,13 +166,9 @@ class EarlySums:
         rows = encode(torch.cat(list(itertools.chain(*self.sums.values()))), wire)
         added = torch.stack([part.sum(0) for part in torch.split(rows, counts)])
         fetched = {}
-        for rank_set, lane in zip(
-            self.sums, to_lanes(added, max(counts), wire).tolist(), strict=True
-        ):
+        for key, lane in zip(self.sums, to_lanes(added, max(counts), wire).tolist(), strict=True):
             total = wire.decode(lane)
-            fetched[rank_set] = PartialNorm(
-                0.0, total.num_nan, total.num_inf, grid_sum=total.grid_sum
-            )
+            fetched[key] = PartialNorm(0.0, total.num_nan, total.num_inf, grid_sum=total.grid_sum)
         self.sums = {}
         self.copies += Copies(d2h=1, host_syncs=1)
         return fetched
@@ -215,24 +211,24 @@ def find(shards: GradShards) -> EarlySums:
 
 
 class _Runs:
-    """Parts of sums by rank set, neighbours together: a slice for each would take its time."""
+    """Parts of sums by lane, neighbours together: a slice for each would take its time."""
 
     def __init__(self) -> None:
-        self._runs: dict[RankSet, list[tuple[torch.Tensor, int, int]]] = {}
+        self._runs: dict[LaneKey, list[tuple[torch.Tensor, int, int]]] = {}
 
-    def add(self, rank_set: RankSet, sums: torch.Tensor, chunks: slice) -> None:
+    def add(self, key: LaneKey, sums: torch.Tensor, chunks: slice) -> None:
         if chunks.start == chunks.stop:
             return
-        runs = self._runs.setdefault(rank_set, [])
+        runs = self._runs.setdefault(key, [])
         if runs and runs[-1][0] is sums and runs[-1][2] == chunks.start:
             runs[-1] = (sums, runs[-1][1], chunks.stop)
         else:
             runs.append((sums, chunks.start, chunks.stop))
 
-    def sums(self) -> dict[RankSet, list[torch.Tensor]]:
+    def sums(self) -> dict[LaneKey, list[torch.Tensor]]:
         return {
-            rank_set: [sums[start:stop] for sums, start, stop in runs]
-            for rank_set, runs in self._runs.items()
+            key: [sums[start:stop] for sums, start, stop in runs]
+            for key, runs in self._runs.items()
         }
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "LocalFailure",
     "collectives_of",
     "join_some",
+    "raise_if_any_failed",
     "raise_if_any_overflows",
     "raise_mismatch",
     "raise_nonfinite",
@@ -110,10 +111,22 @@ def raise_together(group: ReductionGroup | None, error: Exception | None) -> NoR
         raise error
     accounts = _accounts(group, _summary(error))
     text = join_some([f"rank {rank}: {account}" for rank, account in accounts])
-    kind = accounts[0][1].split(":", 1)[0]
-    raise _TYPES.get(kind, RuntimeError)(
+    raise _kind_of(accounts)(
         f"gradient clipping failed; no gradient was changed on any rank. {text}"
     ) from error
+
+
+def raise_if_any_failed(group: ReductionGroup, error: Exception | None) -> None:
+    """Raise one error on all ranks if any failed while it was set up.
+
+    Args:
+        group: Whose ranks all call, whether or not they failed.
+        error: This rank's, if it did.
+    """
+    accounts = _accounts(group, _summary(error))
+    if accounts:
+        text = join_some([f"rank {rank}: {account}" for rank, account in accounts])
+        raise _kind_of(accounts)(f"gradient clipping could not be set up. {text}") from error
 
 
 def raise_mismatch(group: ReductionGroup, asked: str, error: Exception | None) -> NoReturn:
@@ -160,6 +173,11 @@ def _summary(error: Exception | None) -> str | None:
     except Exception:  # of the user's own class; the other ranks wait for this account
         text = "(its message cannot be printed)"
     return f"{type(error).__name__}: {text}"[:_LONGEST_MESSAGE]
+
+
+def _kind_of(accounts: list[tuple[int, Any]]) -> type[Exception]:
+    """Return the type of the first rank's error, as far as users may expect it."""
+    return _TYPES.get(accounts[0][1].split(":", 1)[0], RuntimeError)
 
 
 def _kind(offender: NonfiniteGradient) -> str:

@@ -17,16 +17,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .failure import join_some
+from .lanes import UNCOUNTED, UNSHARDED
 from .reach import KnownReaches, PendingSum, Reach, reach_of
 from .torch_private import local_tensors, num_stored_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .lanes import RankSet
+    from .lanes import LaneKey
     from .parameter_list import ParameterList
 
-__all__ = ["GradShard", "GradShards", "collect_grad_shards", "rank_sets_of"]
+__all__ = ["GradShard", "GradShards", "collect_grad_shards", "foretell_grad_shards"]
 
 _DTYPES = frozenset(
     (
@@ -56,7 +57,7 @@ class GradShard(NamedTuple):
     """
 
     local: torch.Tensor
-    rank_set: RankSet
+    rank_set: LaneKey
     pending: PendingSum | None
     position: int
 
@@ -95,6 +96,13 @@ class GradShards(Sequence[GradShard]):
         """The reaches that any of them has."""
         return set(self.reaches)
 
+    @property
+    def lane_keys(self) -> set[LaneKey]:
+        """The lanes that any of them has, or takes part in the sum of."""
+        keys = {reach.rank_set for reach in self.distinct_reaches}
+        keys |= {reach.pending.ranks for reach in self.distinct_reaches if reach.pending}
+        return keys - {UNSHARDED, UNCOUNTED}
+
     @functools.cached_property
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes that any of them has."""
@@ -119,12 +127,12 @@ class GradShards(Sequence[GradShard]):
             return GradShards([], [], [])
         return self.select(i for i, reach in enumerate(self.reaches) if reach.pending)
 
-    def indices_by_rank_set(self) -> dict[RankSet, Sequence[int]]:
+    def indices_by_rank_set(self) -> dict[LaneKey, Sequence[int]]:
         """Return which of them have each rank set."""
         rank_sets = {reach.rank_set for reach in self.distinct_reaches}
         if len(rank_sets) == 1:
             return {rank_sets.pop(): range(len(self))}
-        indices: dict[RankSet, list[int]] = {rank_set: [] for rank_set in rank_sets}
+        indices: dict[LaneKey, list[int]] = {rank_set: [] for rank_set in rank_sets}
         # Tuples of many ranks are slow to hash: once for each reach, not for each shard.
         appends = {reach: indices[reach.rank_set].append for reach in self.distinct_reaches}
         for index, reach in enumerate(self.reaches):
@@ -257,10 +265,10 @@ _is_meta = operator.attrgetter("is_meta")
 _known_reaches = KnownReaches()
 
 
-def rank_sets_of(parameters: ParameterList) -> set[RankSet]:
-    """Return the rank sets that the parameters' own specs foretell for their gradients."""
-    tensors = (tensor for tensor in parameters.tensors if isinstance(tensor, torch.Tensor))
-    return {reach.rank_set for reach in map(reach_of, tensors) if reach.rank_set}
+def foretell_grad_shards(parameters: ParameterList) -> GradShards:
+    """Return the parameters themselves, with the reaches that their own specs foretell."""
+    tensors = [tensor for tensor in parameters.tensors if isinstance(tensor, torch.Tensor)]
+    return GradShards(tensors, list(map(reach_of, tensors)), list(range(len(tensors))))
 
 
 def _local_of(grad: torch.Tensor) -> torch.Tensor:

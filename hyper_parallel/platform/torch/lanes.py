@@ -4,25 +4,78 @@ A rank set is the sorted tuple of the global ranks whose partial norms of a grad
 together. Ranks know only their own; before the first reduce over a group, and again when a rank
 meets a new one, all of them exchange what they know and build the same sorted layout. Layouts
 belong to the group, not to who asks, and only grow.
+
+Two things beside rank sets are agreed on with them (`statements`): who are the pipeline stages,
+and the union of the rank sets that the ranks of a `sharded_over` group have for one tensor.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from bisect import bisect_left
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
-    from .reduction_groups import ReductionGroup
-
-__all__ = ["UNSHARDED", "Layout", "RankSet", "agree", "describe_ranks", "stable_hash"]
+__all__ = [
+    "UNCOUNTED",
+    "UNSHARDED",
+    "LaneKey",
+    "Layout",
+    "RankSet",
+    "ShardUnion",
+    "Statement",
+    "build_layout",
+    "describe_ranks",
+    "stable_hash",
+]
 
 RankSet = tuple[int, ...]
 UNSHARDED: RankSet = ()
 """The rank set of gradients that this rank holds whole. It has no lane."""
+UNCOUNTED: RankSet = (-1,)
+"""Stands for the rank set of a copy that another rank counts. It has no lane."""
+
+_MOST_PIPELINES = 3  # wire_format.NUM_CALL_KINDS, less the call without any
+
+
+class ShardUnion(NamedTuple):
+    """The rank set of a tensor that is sharded over a group beside what its DTensor says.
+
+    It is the union of the rank sets that the DTensors of that tensor have on the group's ranks, of
+    which a rank knows only its own: the agreement resolves it.
+
+    Attributes:
+        base: The rank set from this rank's DTensor.
+        over: The group's ranks.
+        kind: 63 bits of the mesh's shape and sharded dims, by which the ranks find each other's.
+    """
+
+    base: RankSet
+    over: RankSet
+    kind: int
+
+
+LaneKey = RankSet | ShardUnion
+"""What a rank knows of the lane of a gradient shard before the agreement."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What one rank brings to an agreement.
+
+    Attributes:
+        lanes: What it holds.
+        stages: The ranks of its `pp_group`; None if it was given none.
+        is_complete: Whether it came to know all of that; not so on a rank that failed before.
+    """
+
+    lanes: Collection[LaneKey] = ()
+    stages: RankSet | None = None
+    is_complete: bool = True
 
 
 @dataclass(frozen=True)
@@ -31,51 +84,67 @@ class Layout:
 
     Attributes:
         lane_of: The number of each rank set's lane; in the order of the lanes.
-        own_rank_sets: Those that contain this rank, whose lanes it adds up.
+        own_rank_sets: Those that contain this rank.
+        unions: What was agreed on of tensors declared as sharded.
+        pipelines: The partitions of the group into pp groups that were agreed on, latest last.
     """
 
     lane_of: Mapping[RankSet, int]
     own_rank_sets: tuple[RankSet, ...]
+    unions: Mapping[ShardUnion, RankSet] = field(default_factory=dict)
+    pipelines: tuple[frozenset[RankSet], ...] = ()
+
+    def rank_set_of(self, key: LaneKey) -> RankSet | None:
+        """Return the rank set whose lane a shard belongs to, if it has been agreed on."""
+        rank_set = self.unions.get(key) if isinstance(key, ShardUnion) else key
+        return rank_set if rank_set in self.lane_of else None
+
+    def read_by(self, stages: RankSet | None) -> tuple[RankSet, ...]:
+        """Return the rank sets whose lanes this rank adds up: its own and its pp peers', once."""
+        if stages is None or len(stages) == 1:
+            return self.own_rank_sets
+        return self._read_by_stages[stages]
+
+    @functools.cached_property
+    def _read_by_stages(self) -> Mapping[RankSet, tuple[RankSet, ...]]:
+        return _ReadByStages(self.lane_of)
+
+    def number_of(self, stages: RankSet | None) -> int | None:
+        """Return which kind of call this is: 0 without a pp group, else which of the pipelines.
+
+        None if the stages have not been agreed on. The latest pipeline that has them counts: if
+        another rank means another one, all see that the numbers differ, and agree anew.
+        """
+        if stages is None:
+            return 0
+        found = [i for i, pipeline in enumerate(self.pipelines, 1) if stages in pipeline]
+        return found[-1] if found else None
 
 
-def agree(group: ReductionGroup, rank_sets: Iterable[RankSet]) -> Layout:
-    """Return the union of all ranks' rank sets and of the group's layout so far.
+class _ReadByStages(dict[RankSet, tuple[RankSet, ...]]):
+    """Rank sets that contain any rank of a pp group, found when they are first asked for."""
 
-    Hashes go first, then the members of each distinct new set once, from the lowest rank that
-    holds it; for 8192 ranks that is kilobytes, where every rank's own list would be hundreds of
-    megabytes.
+    def __init__(self, rank_sets: Iterable[RankSet]) -> None:
+        super().__init__()
+        self._rank_sets = tuple(rank_sets)
 
-    Args:
-        group: The ranks that agree.
-        rank_sets: What this rank holds; may be empty.
+    def __missing__(self, stages: RankSet) -> tuple[RankSet, ...]:
+        read = tuple(s for s in self._rank_sets if any(_contains(s, rank) for rank in stages))
+        self[stages] = read
+        return read
 
-    Ranks: all of the group, together; three small collectives, one where nothing is new.
 
-    Raises:
-        ValueError: On every rank, if a rank set has members outside the group.
-    """
-    known_sets = set(group.layout.lane_of) if group.layout else set()
-    new = {
-        stable_hash(repr(rank_set)): rank_set
-        for rank_set in rank_sets
-        if rank_set not in known_sets
-    }
-    announced = group.gather_ints([x for h in sorted(new) for x in (h, len(new[h]))])
-    speakers: dict[int, tuple[int, int]] = {}
-    for group_rank, row in enumerate(announced):
-        for digest, size in zip(row[0::2], row[1::2], strict=True):
-            speakers.setdefault(digest, (group_rank, size))
-    merged = known_sets | _publish(group, new, speakers) if speakers else known_sets
-    layout = _build_layout(merged, group.rank)
-    outside = {r for rank_set in merged for r in rank_set} - set(group.ranks)
-    if outside:
-        raise ValueError(
-            f"rank {group.rank}: gradients are sharded over ranks {describe_ranks(outside)}, which "
-            f"are not in the group that was given ({describe_ranks(group.ranks)}); pass "
-            "group=reduction_group(mesh) for a mesh that holds them all"
-        )
-    group.layout = layout
-    return layout
+def build_layout(
+    rank_sets: Iterable[RankSet],
+    rank: int,
+    unions: Mapping[ShardUnion, RankSet] | None = None,
+    pipelines: Iterable[frozenset[RankSet]] = (),
+) -> Layout:
+    """Return the layout of these lanes as `rank` sees it; of the pipelines the latest few."""
+    ordered = sorted(rank_sets)
+    own = tuple(rank_set for rank_set in ordered if _contains(rank_set, rank))
+    lane_of = {rank_set: lane for lane, rank_set in enumerate(ordered)}
+    return Layout(lane_of, own, unions or {}, tuple(pipelines)[-_MOST_PIPELINES:])
 
 
 def stable_hash(text: str) -> int:
@@ -93,29 +162,6 @@ def describe_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
-
-
-def _publish(
-    group: ReductionGroup, new: dict[int, RankSet], speakers: dict[int, tuple[int, int]]
-) -> set[RankSet]:
-    """Return the members of every announced set, each written by its speaker into a sum."""
-    members: list[int] = []
-    for digest, (group_rank, size) in sorted(speakers.items()):
-        mine = group_rank == group.group_rank
-        members += new[digest] if mine else [0] * size
-    members = group.sum_ints(members)
-    rank_sets = set()
-    start = 0
-    for _, (_, size) in sorted(speakers.items()):
-        rank_sets.add(tuple(members[start : start + size]))
-        start += size
-    return rank_sets
-
-
-def _build_layout(rank_sets: set[RankSet], rank: int) -> Layout:
-    ordered = sorted(rank_sets)
-    own = tuple(rank_set for rank_set in ordered if _contains(rank_set, rank))
-    return Layout({rank_set: lane for lane, rank_set in enumerate(ordered)}, own)
 
 
 def _contains(rank_set: RankSet, rank: int) -> bool:

@@ -13,24 +13,26 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from .agreement import agree
 from .clip_result import Copies
+from .declarations import NOTHING_DECLARED, Declarations
 from .device_packing import DeviceLanes, pack_on_device
 from .failure import collectives_of
 from .finish import NOTHING, may_overflow
-from .lanes import agree
 from .meeting import meet
 from .pending_sums import measure_pending
+from .replica_spread import NO_SPREAD, ReplicaSpread, compare_replicas, warn_of_spread
 from .wire_format import VOTE_PLACES
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from .early_norms import EarlySums
     from .failure import LocalFailure
     from .finish import LaneTotal
     from .grad_shards import GradShard
-    from .lanes import Layout, RankSet
+    from .lanes import LaneKey, Layout, RankSet, Statement
     from .reduction_groups import ReductionGroup
     from .wire_format import PartialNorm, Votes, WireFormat
 
@@ -42,22 +44,31 @@ class Contribution:
     """What a rank brings to a reduce.
 
     Attributes:
-        partials: Its partial norm per rank set; a rank set of the layout may be missing.
+        partials: Its partial norm per lane; a lane of the layout may be missing.
         votes: Its votes; `error` and `new_rank_set` are filled in during the reduce.
         failure: What failed on it so far. It brings nothing else then, and the others learn of it.
         pending: Its Partial gradients. Their rank sets, and the ranks of their sums, are among
             `partials`, if need be with the identity.
         reproducible: Whether to sum the squares of those exactly.
-        early: Sums that are still on the group's device; None if it brings none such. Their rank
-            sets are among `partials`, too.
+        declared: What the user said of ranks and tensors.
+        families: Rank sets whose lanes should hold the same norm.
+        early: Sums that are still on the group's device; None if it brings none such. Their lanes
+            are among `partials`, too.
     """
 
-    partials: Mapping[RankSet, PartialNorm]
+    partials: Mapping[LaneKey, PartialNorm]
     votes: Votes
     failure: LocalFailure
     pending: Sequence[GradShard] = ()
     reproducible: bool = False
+    declared: Declarations = NOTHING_DECLARED
+    families: Sequence[tuple[RankSet, ...]] = ()
     early: EarlySums | None = None
+
+    @property
+    def statement(self) -> Statement:
+        """What it brings to an agreement."""
+        return self.declared.statement(self.partials, is_complete=self.failure.error is None)
 
 
 @dataclass(frozen=True)
@@ -66,13 +77,16 @@ class ReducedLanes:
 
     Attributes:
         votes: The group's, or None if some rank asked for another clip than this one.
-        totals: One per rank set of the group's layout that contains this rank.
+        totals: One per rank set of the group's layout that contains this rank, or one of its pp
+            group's.
+        spread: How far the lanes of replicas are apart.
         early: The total of this rank's own early sums.
         early_unsharded: Of those, the total of gradients that it holds whole.
     """
 
     votes: Votes | None
     totals: Mapping[RankSet, LaneTotal]
+    spread: ReplicaSpread = NO_SPREAD
     early: LaneTotal = NOTHING
     early_unsharded: LaneTotal = NOTHING
 
@@ -170,27 +184,28 @@ class StagingBuffer:
         arrived.synchronize()
 
 
-def extend_layout(group: ReductionGroup, rank_sets: Iterable[RankSet]) -> Layout:
-    """Agree on a layout that has a lane for each of `rank_sets`; the first time, meet before.
+def extend_layout(group: ReductionGroup, statement: Statement) -> Layout:
+    """Agree on a layout that has the lanes of all statements; the first time, meet before.
 
     Args:
         group: The group.
-        rank_sets: What this rank holds.
+        statement: What this rank holds.
 
     Ranks: all of the group.
 
     Raises:
-        ValueError: On every rank, if a rank set has members outside the group.
+        ValueError: On every rank, if a rank set or pp group has members outside the group, or ranks
+            disagree on one.
         RuntimeError: If a rank does not come, or a collective fails.
     """
     with collectives_of(group):
-        return _extend_layout(group, rank_sets)
+        return _extend_layout(group, statement)
 
 
-def _extend_layout(group: ReductionGroup, rank_sets: Iterable[RankSet]) -> Layout:
+def _extend_layout(group: ReductionGroup, statement: Statement) -> Layout:
     if group.layout is None:
         meet(group)
-    return agree(group, rank_sets)
+    return agree(group, statement)
 
 
 def reduce_lanes(
@@ -199,7 +214,7 @@ def reduce_lanes(
     """Reduce every rank's partial norms over the group.
 
     One all-reduce, after the group's first. More only if its header says so: some rank met a new
-    rank set, a float64 gradient is about under MAX, or a gradient is Partial.
+    rank set or pp group, a float64 gradient is about under MAX, or a gradient is Partial.
 
     Args:
         group: The group; its layout is agreed here the first time.
@@ -211,25 +226,28 @@ def reduce_lanes(
     Ranks: all of the group.
 
     Raises:
-        ValueError: On every rank, if a rank set has members outside the group, or ranks disagree
-            on a Partial gradient.
+        ValueError: On every rank, if a rank set or pp group has members outside the group, or ranks
+            disagree on one, or on a Partial gradient.
         RuntimeError: If a collective fails.
     """
     with collectives_of(group):
-        layout = group.layout or _extend_layout(group, brought.partials)
+        layout = group.layout or _extend_layout(group, brought.statement)
         reduced = _reduce_once(group, layout, brought, wire, stamp)
         # Every branch here hangs on the header, which is the same on all ranks.
         if reduced.votes is None or reduced.votes.error:
             return reduced
         if reduced.votes.new_rank_set:
-            layout = _extend_layout(group, brought.partials)
+            layout = _extend_layout(group, brought.statement)
             reduced = _reduce_once(group, layout, brought, wire, stamp)
-        if reduced.votes and reduced.votes.partial_gradient:
+            if reduced.votes and reduced.votes.new_rank_set and not reduced.votes.error:
+                raise RuntimeError("the ranks have agreed on a layout, and do not all know it")
+        if reduced.votes and reduced.votes.partial_gradient and not reduced.votes.error:
             brought = _add_up_pending(group, layout, brought, wire)
             reduced = _reduce_once(group, layout, brought, wire, stamp)
         votes = reduced.votes
         if votes and votes.float64_gradient and not votes.error and wire.op == "max":
             reduced = _refine_extrema(group, layout, brought, reduced, wire)
+    warn_of_spread(group, reduced.spread)
     return reduced
 
 
@@ -237,33 +255,57 @@ def _reduce_once(
     group: ReductionGroup, layout: Layout, brought: Contribution, wire: WireFormat, stamp: int
 ) -> ReducedLanes:
     """Steps 3 and 4 of a clip: pack, move, reduce, read the header and the own lanes."""
-    is_new = any(rank_set not in layout.lane_of for rank_set in brought.partials)
-    packed: DeviceLanes | None = None
-    if brought.early is not None and not is_new:
+    stages = brought.declared.stages
+    call_kind = layout.number_of(stages)
+    partials = _place(brought.partials, layout, wire)
+    on_device: DeviceLanes | None = None
+    if brought.early is not None and partials is not None:
         with brought.failure:
-            packed = pack_on_device(brought.early, brought.partials, layout, wire, group.device)
-    votes = replace(brought.votes, error=brought.failure.error is not None, new_rank_set=is_new)
+            on_device = pack_on_device(brought.early, partials, layout, wire, group.device)
+    votes = replace(
+        brought.votes,
+        error=brought.failure.error is not None,
+        new_rank_set=call_kind is None or partials is None,
+    )
     numel = wire.header_numel + len(layout.lane_of) * wire.lane_numel
     if group.staging is None or group.staging.numel != numel:
         group.staging = StagingBuffer(numel, 2 * wire.lane_numel, group.device)
-    if packed is None:
-        lanes = [brought.partials.get(rank_set) for rank_set in layout.lane_of]
-        buffer, cost = group.staging.reduce(wire.pack(votes, stamp, lanes), wire.op, group.group)
+    if on_device is None:
+        lanes = [(partials or {}).get(rank_set) for rank_set in layout.lane_of]
+        packed = wire.pack(votes, stamp, lanes, call_kind or 0)
+        buffer, cost = group.staging.reduce(packed, wire.op, group.group)
     else:
-        header = wire.pack_header(votes, stamp)
-        buffer, cost = group.staging.sum_on_device(header, packed, group.group)
+        packed_header = wire.pack_header(votes, stamp, call_kind or 0)
+        buffer, cost = group.staging.sum_on_device(packed_header, on_device, group.group)
     group.copies += cost
-    votes_of_all = wire.decode_header(buffer[: wire.header_numel].tolist(), stamp)
-    if votes_of_all is None:  # lanes of different formats were reduced into one another
-        return ReducedLanes(None, totals={})
+    header = wire.decode_header(buffer[: wire.header_numel].tolist(), stamp, call_kind or 0)
+    if header is None or header.error or header.new_rank_set:
+        # No lane is read: they are of different formats, or not all there, and then another
+        # reduce follows, or an error.
+        return ReducedLanes(header, totals={})
     rows = buffer[wire.header_numel :].view(-1, wire.lane_numel)
     totals = {
         rank_set: wire.decode(rows[layout.lane_of[rank_set]].tolist())
-        for rank_set in layout.own_rank_sets
+        for rank_set in layout.read_by(stages)
     }
-    if packed is None:
-        return ReducedLanes(votes_of_all, totals)
-    return ReducedLanes(votes_of_all, totals, *map(wire.decode, rows[-2:].tolist()))
+    spread = compare_replicas(rows, layout, brought.families, wire)
+    if on_device is None:
+        return ReducedLanes(header, totals, spread)
+    return ReducedLanes(header, totals, spread, *map(wire.decode, rows[-2:].tolist()))
+
+
+def _place(
+    partials: Mapping[LaneKey, PartialNorm], layout: Layout, wire: WireFormat
+) -> dict[LaneKey, PartialNorm] | None:
+    """Return the partial norm per rank set; None if one of them has no lane yet."""
+    placed: dict[LaneKey, PartialNorm] = {}
+    for key, partial in partials.items():
+        rank_set = layout.rank_set_of(key)
+        if rank_set is None:
+            return None
+        known = placed.get(rank_set)
+        placed[rank_set] = partial if known is None else wire.combine([known, partial])
+    return placed
 
 
 def _add_up_pending(
@@ -278,7 +320,7 @@ def _add_up_pending(
         brought.failure,
         reproducible=brought.reproducible,
     )
-    partials = dict(brought.partials)
+    partials = _place(brought.partials, layout, wire) or {}
     for rank_set, measured in slices.items():
         known = [partials[rank_set]] if rank_set in partials else []
         partials[rank_set] = wire.combine([*known, *measured])
@@ -303,7 +345,8 @@ def _refine_extrema(
     The bit patterns of non-negative float64 numbers are ordered as the numbers are.
     """
     identity = wire.combine([])
-    values = [brought.partials.get(rank_set, identity).value for rank_set in layout.lane_of]
+    partials = _place(brought.partials, layout, wire) or {}
+    values = [partials.get(rank_set, identity).value for rank_set in layout.lane_of]
     rows = group.gather_ints([_bit_pattern(value) for value in values])
     pick = max if wire.norm_type > 0 else min
     totals = {}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from .failure import LocalFailure
     from .grad_shards import GradShard
-    from .lanes import Layout, RankSet
+    from .lanes import LaneKey, Layout, RankSet
     from .reduction_groups import ReductionGroup
     from .wire_format import PartialNorm
 
@@ -114,12 +114,19 @@ def _describe(shard: GradShard, layout: Layout) -> _Pending:
         sum_lane=layout.lane_of[shard.pending.ranks],
         key=shard.pending.key,
         list_key=shard.pending.list_key,
-        total_lane=layout.lane_of[shard.rank_set],
+        total_lane=_lane_of(shard.rank_set, layout),
         numel=shard.local.numel(),
         is_average=int(shard.pending.op == "avg"),
         wide=int(shard.local.dtype in (torch.float64, torch.complex128)),
         is_complex=int(shard.local.is_complex()),
     )
+
+
+def _lane_of(key: LaneKey, layout: Layout) -> int:
+    rank_set = layout.rank_set_of(key)
+    if rank_set is None:
+        raise ValueError("expected a layout with lanes for all Partial gradients")
+    return layout.lane_of[rank_set]
 
 
 def _parse(row: Sequence[int]) -> Iterator[_Pending]:

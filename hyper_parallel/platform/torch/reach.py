@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .lanes import UNSHARDED
+from .lanes import UNSHARDED, stable_hash
 from .torch_private import is_sharded, specs
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from .lanes import RankSet
+    from .lanes import LaneKey, RankSet
 
 __all__ = ["KnownReaches", "PendingSum", "Reach", "reach_of"]
 
@@ -49,14 +50,21 @@ class Reach:
     Shared by all gradients of one mesh and placements, and compared as an object: a model has few.
 
     Attributes:
-        rank_set: The ranks whose pieces make up the norm.
+        rank_set: The ranks whose pieces make up the norm; where only the agreement can tell, or no
+            lane is to be had, what stands for them.
         pending: The sum that it takes part in, if it is Partial.
         fault: Why it cannot be clipped, if so.
+        copies: The ranks that hold the same piece, this one among them; empty if there is no other.
+        siblings: Its rank set and those of the copies, whose norms should be equal; else empty.
+        kind: 63 bits of the mesh's shape and sharded dims; 0 without a mesh.
     """
 
-    rank_set: RankSet
+    rank_set: LaneKey
     pending: PendingSum | None = None
     fault: str | None = None
+    copies: RankSet = ()
+    siblings: tuple[RankSet, ...] = ()
+    kind: int = 0
 
 
 _UNSHARDED_REACH = Reach(UNSHARDED)
@@ -77,10 +85,12 @@ def _resolve_reach(mesh: DeviceMesh, placements: tuple[Placement, ...], rank: in
     Those are the dims that are sharded or Partial. On a rank outside the mesh, which holds no
     element, it is empty.
     """
-    del rank  # part of the key: the same mesh after torch.distributed was started anew
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    # Not mesh.get_coordinate(): torch keeps meshes in caches of its own, and hands out one that was
+    # made before torch.distributed was started anew, with the coordinate of that time.
+    places = (mesh.mesh == rank).nonzero().tolist()
+    if not places:
         return Reach(UNSHARDED)
+    coordinate = places[0]
     sharded = [i for i, placement in enumerate(placements) if is_sharded(placement)]
     partial = [i for i, p in enumerate(placements) if isinstance(p, Partial) and mesh.size(i) > 1]
     known = (Shard, Replicate, Partial)
@@ -93,10 +103,17 @@ def _resolve_reach(mesh: DeviceMesh, placements: tuple[Placement, ...], rank: in
             fault=f"has placements {placements}; expected Shard, Replicate and Partial of one of "
             "sum and avg: redistribute it before clipping",
         )
-    rank_set = _sub_mesh(mesh, coordinate, [*sharded, *partial])
-    if not partial:
-        return Reach(rank_set)
-    return Reach(rank_set, PendingSum(_sub_mesh(mesh, coordinate, partial), ops.pop()))
+    distinct = sorted({*sharded, *partial})
+    copied = [i for i in range(mesh.ndim) if i not in distinct]
+    copies = _sub_mesh(mesh, coordinate, copied)
+    rank_set = _sub_mesh(mesh, coordinate, distinct)
+    return Reach(
+        rank_set,
+        PendingSum(_sub_mesh(mesh, coordinate, partial), ops.pop()) if partial else None,
+        copies=copies,
+        siblings=_siblings(mesh, copied, distinct) if rank_set and copies else (),
+        kind=stable_hash(repr((tuple(mesh.shape), mesh.mesh_dim_names, distinct))),
+    )
 
 
 def _sub_mesh(mesh: DeviceMesh, coordinate: Sequence[int], dims: Sequence[int]) -> RankSet:
@@ -104,6 +121,15 @@ def _sub_mesh(mesh: DeviceMesh, coordinate: Sequence[int], dims: Sequence[int]) 
     index = tuple(slice(None) if i in dims else place for i, place in enumerate(coordinate))
     ranks = mesh.mesh[index].flatten().tolist()
     return tuple(sorted(ranks)) if len(ranks) > 1 else UNSHARDED
+
+
+def _siblings(
+    mesh: DeviceMesh, copied: Sequence[int], distinct: Sequence[int]
+) -> tuple[RankSet, ...]:
+    """Return the rank sets of all copies, one for each place along the dims `copied`."""
+    ranks = mesh.mesh.permute(*copied, *distinct)
+    rows = ranks.reshape(math.prod(mesh.size(i) for i in copied), -1).tolist()
+    return tuple(sorted(tuple(sorted(row)) for row in rows))
 
 
 class KnownReaches:

@@ -42,6 +42,7 @@ class ReductionGroup:
             in a collective.
         staging: The buffer of its reduces.
         copies: What all exchanges and reduces over the group have cost so far.
+        warned_of_spread: Whether replicas were found apart; that is told once.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -52,6 +53,7 @@ class ReductionGroup:
         self.layout: Layout | None = None
         self.staging: StagingBuffer | None = None
         self.copies = Copies()
+        self.warned_of_spread = False
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -29,6 +29,7 @@ __all__ = [
     "foreach_mul_",
     "group_store",
     "group_timeout",
+    "init_dry_run",
     "is_sharded",
     "local_tensors",
     "not_compiled",
@@ -122,6 +123,21 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> datetime.ti
     timeout = getattr(options, "_timeout", None) or group_store(group).timeout
     assert isinstance(timeout, datetime.timedelta)  # noqa: S101
     return timeout
+
+
+def init_dry_run(rank: int, world_size: int) -> None:
+    """Start torch.distributed as one of many ranks that do not exist: its collectives do nothing.
+
+    FakeProcessGroup, which torch registers as a backend for its own tests only (2.9 to 2.13).
+    """
+    from torch._C._distributed_c10d import FakeProcessGroup, HashStore
+
+    create = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
+    if "fake" not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            "fake", lambda _store, rank, size, _timeout: create(rank, size), devices=["cpu"]
+        )
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=HashStore())
 
 
 def versions_of(*tensors: torch.Tensor) -> tuple[int, ...]:

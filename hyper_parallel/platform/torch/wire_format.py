@@ -22,7 +22,7 @@ import math
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, overload
 
@@ -31,11 +31,22 @@ from .finish import GRID_EXPONENT, LaneTotal
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["VOTE_PLACES", "PartialNorm", "PartialNorms", "Votes", "WireFormat", "fingerprint"]
+__all__ = [
+    "NUM_CALL_KINDS",
+    "VOTE_PLACES",
+    "PartialNorm",
+    "PartialNorms",
+    "Votes",
+    "WireFormat",
+    "fingerprint",
+]
 
 _GRID_BITS = 1024 - GRID_EXPONENT
 _FLOAT32_EXACT_BITS = 24
 _FINGERPRINT_BITS = 60
+
+NUM_CALL_KINDS = 4
+"""Numbers that `pack` takes as `call_kind`: what a piece of a header holds in the largest group."""
 
 
 class PartialNorm(NamedTuple):
@@ -176,7 +187,7 @@ class WireFormat:
         # Squares of pieces must sum exactly as well, hence half the bits of a digit.
         self._piece_bits = self.digit_bits // 2
         self._num_pieces = -(-_FINGERPRINT_BITS // self._piece_bits)
-        self.header_numel = 1 + _NUM_VOTES + 2 * self._num_pieces
+        self.header_numel = 1 + _NUM_VOTES + 2 * (1 + self._num_pieces)
 
     def combine(self, partials: Iterable[PartialNorm]) -> PartialNorm:
         """Combine partial norms of one rank into one.
@@ -209,18 +220,32 @@ class WireFormat:
             )
         return self.decode(self.encode(partial))
 
-    def pack(self, votes: Votes, stamp: int, lanes: Sequence[PartialNorm | None]) -> array[float]:
-        """Return one rank's whole buffer; None is a lane to which it contributes nothing."""
-        buffer = array("f", self.pack_header(votes, stamp))
+    def pack(
+        self,
+        votes: Votes,
+        stamp: int,
+        lanes: Sequence[PartialNorm | None],
+        call_kind: int = 0,
+    ) -> array[float]:
+        """Return one rank's whole buffer.
+
+        Args:
+            votes: The rank's.
+            stamp: What all ranks must have asked for alike, see `fingerprint`.
+            lanes: None is one to which it contributes nothing.
+            call_kind: Below `NUM_CALL_KINDS`; where ranks pass different ones, all read the vote
+                `new_rank_set`.
+        """
+        buffer = array("f", self.pack_header(votes, stamp, call_kind))
         idle = self.encode(None)
         for lane in lanes:
             buffer.extend(idle if lane is None else self.encode(lane))
         return buffer
 
-    def pack_header(self, votes: Votes, stamp: int) -> list[float]:
-        """Return what is before the lanes, `header_numel` whole numbers."""
+    def pack_header(self, votes: Votes, stamp: int, call_kind: int = 0) -> list[float]:
+        """Return what is before the lanes, `header_numel` whole numbers; see `pack`."""
         header = [1.0, *(float(getattr(votes, field.name)) for field in fields(Votes))]
-        for piece in self._pieces(stamp):
+        for piece in [1 + call_kind, *self._pieces(stamp)]:
             header += [float(piece), float(piece * piece if self.op == "sum" else -piece)]
         return header
 
@@ -260,7 +285,9 @@ class WireFormat:
             grid_sum = (grid_sum << self.digit_bits) + int(digit)
         return LaneTotal(grid_sum=grid_sum, num_nan=int(lane[0]), num_inf=int(lane[1]))
 
-    def decode_header(self, header: Sequence[float], stamp: int) -> Votes | None:
+    def decode_header(
+        self, header: Sequence[float], stamp: int, call_kind: int = 0
+    ) -> Votes | None:
         """Return the group's votes, or None if some rank's stamp or norm type differs from ours.
 
         A sum alone does not prove that all values are equal; sums of v and v^2 do (Cauchy and
@@ -269,13 +296,16 @@ class WireFormat:
         come to the same answer, since each compares with its own value.
         """
         count = self.group_size if self.op == "sum" else 1
-        expected = [float(count)]
-        for piece in self._pieces(stamp):
-            expected += [count * piece, count * piece * piece if self.op == "sum" else -piece]
-        votes, pieces = header[1 : 1 + _NUM_VOTES], header[1 + _NUM_VOTES :]
-        if [header[0], *pieces] != expected:
+        proofs = [
+            [count * piece, count * piece * piece if self.op == "sum" else -piece]
+            for piece in [1 + call_kind, *self._pieces(stamp)]
+        ]
+        start = 1 + _NUM_VOTES
+        read = [list(header[i : i + 2]) for i in range(start, len(header), 2)]
+        if header[0] != count or read[1:] != proofs[1:]:
             return None
-        return Votes(*(vote > 0 for vote in votes))
+        votes = Votes(*(vote > 0 for vote in header[1:start]))
+        return votes if read[0] == proofs[0] else replace(votes, new_rank_set=True)
 
     def _pieces(self, stamp: int) -> list[int]:
         """Cut a fingerprint into pieces from 1 to 2^piece_bits; never 0, which proves nothing."""

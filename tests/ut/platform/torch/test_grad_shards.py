@@ -9,7 +9,7 @@ from hyper_parallel.platform.torch import grad_shards
 from hyper_parallel.platform.torch.grad_shards import (
     GradShard,
     collect_grad_shards,
-    rank_sets_of,
+    foretell_grad_shards,
 )
 from hyper_parallel.platform.torch.parameter_list import ParameterList
 from hyper_parallel.platform.torch.reach import KnownReaches, Reach
@@ -141,7 +141,7 @@ def test_rank_sets_of_a_model_foretell_those_of_its_gradients():
             parameter(torch.ones(4, 4), mesh, placements)
             for placements in ([Shard(0), Shard(1)], [Replicate(), Shard(0)], [Replicate()] * 2)
         ]
-        foretold = rank_sets_of(ParameterList(params))
+        foretold = foretell_grad_shards(ParameterList(params)).lane_keys
         shards = collect_grad_shards(ParameterList(params))
         assert foretold == {shard.rank_set for shard in shards if shard.rank_set}
         return foretold

@@ -3,10 +3,15 @@
 import pytest
 import torch.distributed as dist
 
-from hyper_parallel.platform.torch.lanes import agree, describe_ranks
+from hyper_parallel.platform.torch import agreement
+from hyper_parallel.platform.torch.lanes import Statement, describe_ranks
 from hyper_parallel.platform.torch.reduction_groups import resolve_group
 from tests.ranks import run_ranks
 from tests.sharding import both
+
+
+def agree(group, rank_sets):
+    return agreement.agree(group, Statement(rank_sets))
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,57 @@ def test_tensor_and_expert_parallel(axes):
         assert results[0][1] > 1
 
 
+@pytest.mark.parametrize("declared", ["stages", "stages with a copy", "hand-made experts"])
+def test_declared_groups(declared):
+    """Lanes that are read for pipeline peers, counted elsewhere, or unions of rank sets."""
+
+    def rank_main(rank):
+        grid = mesh_of("hccl", (2, 2), ("outer", "inner"))
+        outer, inner = grid["outer"], grid["inner"]
+        torch.manual_seed(0)
+        model = offloaded(Model(), inner)
+        early = NormBeforeOffload(model)
+        train_once(model, 1)
+        groups = {
+            "stages": {"pp_group": outer.get_group()},
+            "stages with a copy": {
+                "pp_group": outer.get_group(),
+                "replicated_over": {model.up.weight: outer.get_group()},
+            },
+            "hand-made experts": {
+                "sharded_over": {p: outer.get_group() for p in model.middle.parameters()}
+            },
+        }[declared]
+        first, second = compare(early, model, NormReducer(model, **groups))
+        assert first.num_early == ALL, first.host_passes
+        assert first.replica_spread == second.replica_spread
+        return first.total_norm.item()
+
+    norms = run_ranks(rank_main, 4, backend="hccl")
+    if declared != "hand-made experts":
+        assert len(set(norms)) == 1
+
+
+def test_replicas_that_differ_are_seen():
+    """hsdp: the lanes that early sums went into are compared like any others."""
+
+    def rank_main(rank):
+        mesh = mesh_of("hccl", (2, 2), ("replicate", "shard"))
+        torch.manual_seed(0)
+        model = offloaded(Model(), mesh)
+        NormBeforeOffload(model)
+        train_once(model, 1)
+        if rank >= 2:
+            model.up.weight.grad.to_local().mul_(2.0)
+        result = NormReducer(model).clip_(model.parameters(), math.inf)
+        return result.num_early, result.replica_spread
+
+    results = run_ranks(rank_main, 4, backend="hccl")
+    assert [num for num, _ in results] == [ALL, ALL, ALL - 1, ALL - 1]
+    assert len({spread for _, spread in results}) == 1
+    assert results[0][1] > 1e-3
+
+
 def test_clip_costs_one_reduce_and_backward_one_asynchronous_copy_a_group():
     """The counters of the simulated NPU, with and without the hook."""
 

@@ -10,46 +10,49 @@ import torch
 
 from .clip_request import NOTHING_ASKED, ClipRequest
 from .clip_result import Copies, NonfiniteGradient
+from .declarations import NOTHING_DECLARED, Declarations
 from .early_norms import EarlySums
 from .early_norms import find as find_early_norms
 from .failure import LocalFailure
 from .finish import LaneTotal, may_overflow, sum_totals
 from .grad_shards import GradShards
+from .lanes import UNCOUNTED, LaneKey
 from .parameter_list import ParameterList
 from .partial_norms import measure
 from .wire_format import PartialNorm, PartialNorms, Votes, WireFormat
 
 if TYPE_CHECKING:
-    from .lanes import RankSet
     from .reduction_groups import ReductionGroup
 
-__all__ = ["LocalNorms"]
+__all__ = ["LocalGradients"]
 
 _WIDE = frozenset((torch.float64, torch.complex128))
 
 
 @dataclass
-class LocalNorms:
-    """What was asked, listed and measured; nothing, or some of it, if this rank failed on the way.
+class LocalGradients:
+    """Request, shards and partial norms; nothing, or some of it, if it failed on the way.
 
     Attributes:
         request: What the clip was asked to do.
-        listed: Its parameters.
+        declared: What the user said of ranks and tensors.
+        listed: The parameters.
         shards: Their gradients.
         early: Partial norms of some of `shards.whole` that were taken before the clip.
         early_stay: Whether they stay on the device for the reduce.
-        fetched_early: Else what they are, per rank set.
+        fetched_early: Else what they are, per lane.
         measured: Partial norms of `remaining`.
         fetched: What fetching partial norms from devices cost.
         host_bytes_read: Bytes of gradients in host memory that were passed over.
     """
 
     request: ClipRequest = NOTHING_ASKED
+    declared: Declarations = NOTHING_DECLARED
     listed: ParameterList = field(default_factory=lambda: ParameterList([]))
     shards: GradShards = field(default_factory=lambda: GradShards([], [], []))
     early: EarlySums = field(default_factory=EarlySums)
     early_stay: bool = False
-    fetched_early: dict[RankSet, PartialNorm] = field(default_factory=dict)
+    fetched_early: dict[LaneKey, PartialNorm] = field(default_factory=dict)
     measured: PartialNorms = field(default_factory=lambda: PartialNorms([]))
     fetched: Copies = field(default_factory=Copies)
     host_bytes_read: int = 0
@@ -112,23 +115,25 @@ class LocalNorms:
             if partial.is_nonfinite
         )
 
-    def by_rank_set(self, wire: WireFormat) -> dict[RankSet, PartialNorm]:
-        """Return what the host knows, one partial norm per rank set.
+    def combine_by_lane(self, wire: WireFormat) -> dict[LaneKey, PartialNorm]:
+        """Return what the host knows, one partial norm per lane.
 
         The identity where gradients wait for their sum, or their early sums for the reduce.
         """
-        combined = {}
+        combined: dict[LaneKey, PartialNorm] = {}
         if self.measured:
-            for rank_set, indices in self.remaining.indices_by_rank_set().items():
-                combined[rank_set] = wire.combine(self.measured.select(indices))
-        for rank_set, partial in self.fetched_early.items():
-            known = [combined[rank_set]] if rank_set in combined else []
-            combined[rank_set] = wire.combine([partial, *known])
-        waiting = set(self.early.sums)
+            for key, indices in self.remaining.indices_by_rank_set().items():
+                combined[key] = wire.combine(self.measured.select(indices))
+        for key, partial in self.fetched_early.items():
+            known = [combined[key]] if key in combined else []
+            combined[key] = wire.combine([partial, *known])
+        waiting: set[LaneKey] = set(self.early.sums)
         for shard in self.shards.pending:
             assert shard.pending is not None  # noqa: S101
             waiting |= {shard.rank_set, shard.pending.ranks}
-        return {rank_set: wire.combine([]) for rank_set in waiting} | combined
+        combined = {key: wire.combine([]) for key in waiting} | combined
+        combined.pop(UNCOUNTED, None)
+        return combined
 
     def own_total(self, wire: WireFormat) -> LaneTotal:
         """Return the total of what the host knows of this rank's shards."""

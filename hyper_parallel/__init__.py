@@ -2,6 +2,7 @@
 
 from .platform.torch import (
     ClipResult,
+    NormBeforeOffload,
     NormReducer,
     clip_grad_norm_,
     clip_grads_with_norm_,
@@ -11,6 +12,7 @@ from .platform.torch import (
 
 __all__ = [
     "ClipResult",
+    "NormBeforeOffload",
     "NormReducer",
     "clip_grad_norm_",
     "clip_grads_with_norm_",

@@ -68,7 +68,11 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The loop; ``batch_size`` counts sequences per rank that has data of its own."""
+    """The loop; ``batch_size`` counts sequences per rank that has data of its own.
+
+    ``norm_before_offload`` takes the gradients' norms on the device, where they are offloaded from
+    one that can; ``clip_in_optimizer`` leaves the scaling to the optimizer's step.
+    """
 
     steps: int = _at_least(1, default=20)
     lr: float = _above_zero(default=3e-3)
@@ -77,6 +81,8 @@ class TrainingConfig:
     seed: int = _at_least(0, default=0, at_most=_MAX_SEED)
     batch_size: int = _at_least(1, default=4)
     seq_len: int = _at_least(2, default=64)
+    norm_before_offload: bool = True
+    clip_in_optimizer: bool = True
 
 
 @dataclass(frozen=True)

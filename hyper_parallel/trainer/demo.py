@@ -18,7 +18,7 @@ from hyper_parallel.trainer.command_line import run_command
 from hyper_parallel.trainer.config import Config, ConfigError, load_config
 from hyper_parallel.trainer.data import load_corpus
 from hyper_parallel.trainer.launch import launch, say, started_by_torchrun
-from hyper_parallel.trainer.train import StepRecord, Trainer, train
+from hyper_parallel.trainer.train import HostBytes, StepRecord, Trainer, train
 
 __all__ = ["OffloadedRun", "Report", "build_report", "find_difference", "main"]
 
@@ -57,6 +57,9 @@ def build_report(offloaded: list[OffloadedRun], resident: list[list[StepRecord]]
         clip[name] = counts[0] if len(counts) == 1 else counts
         if len(counts) > 1:
             problems.append(f"ranks or steps disagree on what a clip costs: {name} {counts}")
+    # Ranks hold shards of different sizes: the most of any rank and step.
+    for name in (item.name for item in dataclasses.fields(HostBytes)):
+        clip[name] = max(getattr(record.clip_bytes, name) for run in runs for record in run)
     for step in zip(*runs, strict=True):
         if len({(record.loss, record.grad_norm) for record in step}) > 1:
             problems.append(f"ranks disagree on loss or norm in step {step[0].step}")

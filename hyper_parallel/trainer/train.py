@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel import ClipResult, NormReducer
+from hyper_parallel import ClipResult, NormBeforeOffload, NormReducer
 from hyper_parallel.platform.torch.clip_result import Copies
 from hyper_parallel.testing import simnpu
 from hyper_parallel.trainer.config import Config
@@ -26,6 +26,15 @@ __all__ = ["StepRecord", "Trainer", "train"]
 
 
 @dataclass(frozen=True)
+class HostBytes:
+    """Bytes of gradients in host memory that a clip touched."""
+
+    host_bytes_read: int = 0
+    host_bytes_written: int = 0
+    sampled_bytes_read: int = 0  # besides: to see whether norms taken before the offload hold
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One step as one rank saw it; floats hold the measured float32 values exactly."""
 
@@ -35,10 +44,11 @@ class StepRecord:
     clip_coef: float
     tokens_per_s: float  # all ranks together
     clip_cost: Copies
+    clip_bytes: HostBytes = HostBytes()
 
     def __str__(self) -> str:
-        counts = dataclasses.asdict(self.clip_cost).items()
-        clip_cost = ", ".join(f"{name} {count}" for name, count in counts)
+        counts = dataclasses.asdict(self.clip_cost) | dataclasses.asdict(self.clip_bytes)
+        clip_cost = ", ".join(f"{name} {count}" for name, count in counts.items())
         return (
             f"loss {self.loss:.4f}  grad norm {self.grad_norm:.4e}  "
             f"clip coef {self.clip_coef:.4f}  {self.tokens_per_s:.0f} tokens/s  "
@@ -60,6 +70,7 @@ class Trainer:
         if not offload:
             self.model.to(self.device)
         self.reducer = NormReducer(self.model)
+        self.early = self._norm_before_offload()
         # fused: the one implementation that exists for host and device, hence equal in every bit.
         self.optimizer = torch.optim.AdamW(
             _groups_by_mesh(self.model), lr=config.training.lr, fused=True
@@ -89,7 +100,15 @@ class Trainer:
         grad_norm, clip_coef = result.total_norm.item(), result.clip_coef.item()
         elapsed_s = time.perf_counter() - started
         num_tokens = num_batches * training.batch_size * training.seq_len
-        return StepRecord(step, mean_loss, grad_norm, clip_coef, num_tokens / elapsed_s, cost)
+        return StepRecord(
+            step,
+            mean_loss,
+            grad_norm,
+            clip_coef,
+            num_tokens / elapsed_s,
+            cost,
+            HostBytes(result.host_bytes_read, result.host_bytes_written, result.sampled_bytes_read),
+        )
 
     def forward_backward(self, step: int) -> Tensor:
         """Leave averaged gradients on the parameters and return the loss of this rank's batch."""
@@ -112,8 +131,24 @@ class Trainer:
         """Clip by the total norm, and say what that cost."""
         simulated = uses_simulator(self.config)
         before = _simulator_counts() if simulated else Copies()
-        result = self.reducer.clip_(self.model.parameters(), self.config.training.max_grad_norm)
+        training = self.config.training
+        result = self.reducer.clip_(
+            self.model.parameters(),
+            training.max_grad_norm,
+            optimizer=self.optimizer if training.clip_in_optimizer else None,
+        )
         return result, _simulator_counts() - before if simulated else result.copies
+
+    def _norm_before_offload(self) -> NormBeforeOffload | None:
+        if not (
+            self.config.training.norm_before_offload and self.config.fsdp_config.enable_offload
+        ):
+            return None
+        try:
+            return NormBeforeOffload(self.model)
+        except ValueError as error:  # the device lacks what it takes; the clip is right without
+            say(f"training.norm_before_offload is of no use here: {error}")
+            return None
 
     def _describe(self) -> str:
         config, meshes = self.config, self.meshes

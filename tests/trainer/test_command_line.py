@@ -58,7 +58,7 @@ fsdp_config: {dp_shard_size: 2, enable_offload: true}
     done = run(*launcher, "hyper_parallel.trainer", write_config(tmp_path, text))
     assert done.returncode == 0, done.stderr
     assert "simulated" in done.stdout
-    assert STEP_LINE.findall(done.stdout) == [(step, "1", "1", "1", "1") for step in "12"]
+    assert STEP_LINE.findall(done.stdout) == [(step, "0", "1", "1", "1") for step in "12"]
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,19 @@ fsdp_config: {dp_shard_size: 2, enable_offload: true}
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report.pop("loss_last") < report.pop("loss_first")
+    sampled_bytes = report["clip"].pop("sampled_bytes_read")
+    assert 0 < sampled_bytes < 2000
     assert report == {
         "ranks": 4,
         "steps": 6,
-        "clip": {"h2d": 1, "collectives": 1, "d2h": 1, "host_syncs": 1},
+        "clip": {
+            "h2d": 0,
+            "collectives": 1,
+            "d2h": 1,
+            "host_syncs": 1,
+            "host_bytes_read": 0,
+            "host_bytes_written": 0,
+        },
         "offload_equals_resident": True,
         "torch_clip_error": "No backend type associated with device type cpu",
     }

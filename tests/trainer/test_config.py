@@ -61,6 +61,8 @@ def test_unknown_keys_are_named_with_the_closest_known_one():
         ("training", "lr", float("inf")),
         ("training", "max_grad_norm", float("nan")),
         ("training", "max_grad_norm", 0),
+        ("training", "norm_before_offload", 1),
+        ("training", "clip_in_optimizer", "yes"),
         ("training", "backend", "mpi"),
         ("training", "seed", -1),
         ("training", "seed", 2**64),

@@ -5,7 +5,7 @@ import pytest
 
 from hyper_parallel.platform.torch.clip_result import Copies
 from hyper_parallel.trainer.demo import OffloadedRun, build_report, find_difference
-from hyper_parallel.trainer.train import StepRecord
+from hyper_parallel.trainer.train import HostBytes, StepRecord
 
 ONE_EACH = Copies(h2d=1, collectives=1, d2h=1, host_syncs=1)
 
@@ -83,7 +83,7 @@ def test_report_of_a_good_run_has_no_problems():
         "steps": 4,
         "loss_first": 4.875,
         "loss_last": 4.5,
-        "clip": dataclasses.asdict(ONE_EACH),
+        "clip": dataclasses.asdict(ONE_EACH) | dataclasses.asdict(HostBytes()),
         "offload_equals_resident": True,
         "torch_clip_error": "no backend",
     }
@@ -93,8 +93,19 @@ def test_report_shows_counters_that_disagree():
     runs = all_ranks(4)
     change_rank_1_step_2(runs, clip_cost=dataclasses.replace(ONE_EACH, h2d=3))
     report = build_report(offloaded(runs), all_ranks(2))
-    assert report.values["clip"] == {"h2d": [1, 3], "collectives": 1, "d2h": 1, "host_syncs": 1}
+    expected = dataclasses.asdict(ONE_EACH) | {"h2d": [1, 3]} | dataclasses.asdict(HostBytes())
+    assert report.values["clip"] == expected
     assert any("h2d [1, 3]" in problem for problem in report.problems)
+
+
+def test_report_shows_the_most_bytes_that_a_clip_touched():
+    runs = all_ranks(4)
+    change_rank_1_step_2(runs, clip_bytes=HostBytes(4096, 512, 64))
+    report = build_report(offloaded(runs), all_ranks(2))
+    assert report.problems == []
+    clip = report.values["clip"]
+    assert (clip["host_bytes_read"], clip["host_bytes_written"]) == (4096, 512)
+    assert clip["sampled_bytes_read"] == 64
 
 
 def test_ranks_that_disagree_on_the_norm_are_a_problem():

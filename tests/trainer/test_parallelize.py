@@ -104,7 +104,7 @@ def assert_matches(comparisons: list[Comparison], cost: Copies) -> None:
 def test_offloaded_gradients_and_norm_equal_one_process(dp, tp, ep):
     config = small_config(dp=dp, tp=tp, ep=ep, backend="hccl", offload=True)
     comparisons = run_ranks(compare_with_one_process, dp * tp, config, backend="hccl")
-    assert_matches(comparisons, Copies(h2d=1, collectives=1, d2h=1, host_syncs=1))
+    assert_matches(comparisons, Copies(h2d=0, collectives=1, d2h=1, host_syncs=1))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from .clip_request import ClipRequest
 from .clip_result import ClipResult, Copies, Stopwatch
 from .declarations import Declarations, Groups
+from .deferred_scaling import Scaling
 from .failure import (
     LocalFailure,
     raise_if_any_overflows,
@@ -25,17 +26,16 @@ from .failure import (
     raise_nonfinite,
     raise_together,
 )
-from .finish import clip_coefficient, round_norm, sum_totals
+from .finish import LaneTotal, clip_coefficient, round_norm, sum_totals
 from .grad_shards import GradShards, collect_grad_shards
-from .lanes import UNSHARDED
+from .lanes import UNSHARDED, RankSet
 from .local_gradients import LocalGradients
 from .norm_reducer import Contribution, ReducedLanes, reduce_lanes
 from .parameter_list import ParameterList
-from .partial_norms import scale_
 from .reduction_groups import ReductionGroup, resolve_group
 from .replica_spread import families_of
 from .torch_private import not_compiled
-from .wire_format import Votes, WireFormat
+from .wire_format import PartialNorm, Votes, WireFormat
 
 __all__ = [
     "Call",
@@ -62,6 +62,8 @@ def clip_grad_norm_(  # noqa: PLR0913 - torch's arguments and ours
     sharded_over: Groups | None = None,
     replicated_over: Groups | None = None,
     reproducible: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
+    skip_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Clip the norm of all gradients taken as one vector, in place, and return that norm.
 
@@ -91,6 +93,14 @@ def clip_grad_norm_(  # noqa: PLR0913 - torch's arguments and ours
         reproducible: Sum squares exactly, so that the norm has the same bits however the gradients
             are sharded and ordered, at about 1.3 times the host pass. p = 2 and no float64;
             Partial gradients are summed by the group first, in its own order.
+        optimizer: Leave the scaling to this optimizer's next `step()`, which reads every gradient
+            anyway: no pass over memory is spent on it. Any that `torch.amp.GradScaler` drives
+            through `grad_scale`: AdamW and Adam with `fused=True`, and SGD if no parameter is a
+            DTensor. It must hold the parameters that have gradients, and no others. The step
+            divides by float32(1 / coefficient), so that its gradients are within an ulp of
+            multiplied ones, and stores them. Every clip replaces what an earlier one has left.
+        skip_nonfinite: Let that step do nothing, on all ranks, if the norm is NaN or infinite on
+            any.
 
     Returns:
         The total norm before clipping: 0-dim, float32 (float64 if any gradient in the group is),
@@ -106,17 +116,24 @@ def clip_grad_norm_(  # noqa: PLR0913 - torch's arguments and ours
         ValueError: If max_norm is negative or NaN, norm_type is NaN or finite negative, or ranks
             ask for different clips; if no backend of the group can be used; if a group lacks this
             rank, `group` lacks ranks of `pp_group` or of a mesh, or ranks differ on `pp_group`; if
-            a declared tensor is not listed, or declarations and DTensors contradict each other.
+            a declared tensor is not listed, or declarations and DTensors contradict each other; if
+            `optimizer` holds other parameters.
         TypeError: If a gradient is quantized, meta, Partial of other than sum and avg, or cannot be
-            written in place.
+            written in place; if `optimizer` cannot scale gradients, or one is float64.
         RuntimeError: If the norm is not finite and error_if_nonfinite, or the reduction fails.
             All on every rank alike, naming ranks and parameters, with no gradient changed.
     """
     asked = functools.partial(
-        ClipRequest.validated, max_norm, norm_type, error_if_nonfinite, reproducible=reproducible
+        ClipRequest.validated,
+        max_norm,
+        norm_type,
+        error_if_nonfinite,
+        reproducible=reproducible,
+        skip_nonfinite=skip_nonfinite,
     )
+    scaling = Scaling(foreach is not False, optimizer)
     declare = functools.partial(Declarations.resolved, pp_group, sharded_over, replicated_over)
-    call = Call(functools.partial(ParameterList, parameters), asked, declare, foreach)
+    call = Call(functools.partial(ParameterList, parameters), asked, declare, scaling)
     reduces = any(arg is not None for arg in (group, pp_group, sharded_over))
     return _clip_listed(call, group, reduces=reduces)
 
@@ -145,7 +162,8 @@ def get_total_norm(  # noqa: PLR0913
     declare = functools.partial(Declarations.resolved, pp_group, sharded_over, replicated_over)
     listing = functools.partial(ParameterList, tensors, are_gradients=True)
     reduces = any(arg is not None for arg in (group, pp_group, sharded_over))
-    return _clip_listed(Call(listing, asked, declare, foreach), group, reduces=reduces)
+    call = Call(listing, asked, declare, Scaling(foreach is not False))
+    return _clip_listed(call, group, reduces=reduces)
 
 
 @not_compiled
@@ -155,6 +173,8 @@ def clip_grads_with_norm_(
     max_norm: float,
     total_norm: torch.Tensor,
     foreach: bool | None = None,  # noqa: FBT001 - torch's signature
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
     """Scale gradients in place by min(1, max_norm / (total_norm + 1e-6)).
 
@@ -163,22 +183,26 @@ def clip_grads_with_norm_(
         max_norm: See there.
         total_norm: 0-dim, as `get_total_norm` returns it; a DTensor is gathered first.
         foreach: See there.
+        optimizer: See there.
 
     Ranks: none is asked, unless `total_norm` is a DTensor: then all of its mesh.
     Sync: one if `total_norm` is on a device.
 
     Raises:
-        ValueError: If max_norm is negative or NaN.
-        TypeError: If a gradient cannot be scaled; no gradient is changed.
+        ValueError: If max_norm is negative or NaN, or `optimizer` holds other parameters.
+        TypeError: If a gradient cannot be scaled, or `optimizer` cannot; no gradient is changed.
     """
     limit = ClipRequest.validated(max_norm).max_norm
-    shards = collect_grad_shards(ParameterList(parameters))
+    scaling = Scaling(foreach is not False, optimizer)
+    scaling.forget()
+    listed = ParameterList(parameters)
+    shards = collect_grad_shards(listed)
+    scaling.validate(listed, shards)
     if isinstance(total_norm, DTensor):
         total_norm = total_norm.full_tensor()
     wide = torch.float64 if total_norm.dtype == torch.float64 else torch.float32
     coef = float(clip_coefficient(total_norm.to("cpu", wide), limit))
-    if coef != 1.0:
-        scale_(shards.tensors, coef, foreach=foreach is not False, are_plain=shards.are_plain)
+    scaling.apply(shards, coef, skip_step=False)
 
 
 class Call(NamedTuple):
@@ -187,7 +211,7 @@ class Call(NamedTuple):
     list_parameters: Callable[[], ParameterList]
     request: Callable[[], ClipRequest]
     declare: Callable[[], Declarations]
-    foreach: bool | None
+    scaling: Scaling
 
 
 def _clip_listed(call: Call, group: dist.ProcessGroup | None, *, reduces: bool) -> torch.Tensor:
@@ -211,6 +235,7 @@ def clip(group: ReductionGroup | None, call: Call) -> ClipResult:
 
     with LocalFailure() as failure:
         # 1. Collect: parameters to gradient shards with their rank sets.
+        call.scaling.forget()
         request = local.request = call.request()
         declared = local.declared = call.declare()
         local.listed = call.list_parameters()
@@ -218,10 +243,11 @@ def clip(group: ReductionGroup | None, call: Call) -> ClipResult:
         shards = local.shards = declared.place(shards, local.listed)
         _validate_reach(group, declared, shards)
         request.validate_dtypes(shards.dtypes)
+        call.scaling.validate(local.listed, shards, skip_nonfinite=request.skip_nonfinite)
         stopwatch.lap("collect")
 
-        # 2. Measure: one pass over the shards.
-        local.measure(group, use_kernels=call.foreach is not False)
+        # 2. Measure: one pass over the shards whose norm was not taken before they were offloaded.
+        local.measure(group, use_kernels=call.scaling.foreach)
         stopwatch.lap("measure")
 
     # 3. Pack: one partial norm per lane, and this rank's votes.
@@ -235,9 +261,7 @@ def clip(group: ReductionGroup | None, call: Call) -> ClipResult:
     stopwatch.lap("reduce")
 
     # 5. Finish: own lanes and unsharded gradients to the norm, rounded once.
-    totals = dict(reduced.totals)
-    if unsharded is not None:
-        totals[UNSHARDED] = wire.to_total(unsharded)
+    totals = _totals_of(reduced, unsharded, wire)
     dtype = torch.float64 if agreed.float64_gradient else torch.float32
     norm_of = functools.partial(round_norm, norm_type=request.norm_type, dtype=dtype)
     total_norm = norm_of(sum_totals(totals.values(), request.norm_type))
@@ -246,21 +270,26 @@ def clip(group: ReductionGroup | None, call: Call) -> ClipResult:
     coef = clip_coefficient(total_norm, request.max_norm)
     stopwatch.lap("finish")
 
-    # 6. Scale: not at all where the coefficient is 1.
-    if coef != 1.0:
-        foreach = call.foreach is not False
-        scale_(shards.tensors, float(coef), foreach=foreach, are_plain=shards.are_plain)
+    # 6. Scale: not at all where the coefficient is 1, or an optimizer's next step does it.
+    skips_step = request.skip_nonfinite and _is_nonfinite_anywhere(group, agreed, total_norm)
+    scaled_bytes = call.scaling.apply(shards, float(coef), skip_step=skips_step)
     stopwatch.lap("scale")
 
     return ClipResult(
         total_norm=_on_the_gradients_device(total_norm, shards),
         clip_coef=coef,
-        local_norm=norm_of(wire.to_total(wire.combine(local.measured))),
+        local_norm=norm_of(sum_totals([local.own_total(wire), reduced.early], request.norm_type)),
         norms_by_rank_set={rank_set: norm_of(total) for rank_set, total in totals.items()},
         nonfinite=local.nonfinite if agreed.nonfinite else (),
         replica_spread=reduced.spread.relative,
         copies=local.fetched + (group.copies - cost_before if group else Copies()),
         timings=stopwatch.laps,
+        host_bytes_read=local.host_bytes_read + scaled_bytes,
+        host_bytes_written=scaled_bytes,
+        sampled_bytes_read=local.early.sampled_bytes,
+        num_early=len(local.early.indices),
+        host_passes=local.early.reasons,
+        skips_step=skips_step,
     )
 
 
@@ -281,6 +310,7 @@ def _reduce(
         declared=local.declared,
         families=families_of(local.shards.distinct_reaches),
         resident=local.resident,
+        early=local.early if local.early_stay else None,
     )
     return reduce_lanes(group, contribution, wire, local.request.stamp)
 
@@ -298,6 +328,16 @@ def _validate_reach(
         )
 
 
+def _totals_of(
+    reduced: ReducedLanes, unsharded: PartialNorm | None, wire: WireFormat
+) -> dict[RankSet, LaneTotal]:
+    """Return the totals of own lanes and of the gradients that this rank holds whole."""
+    if unsharded is None:
+        return dict(reduced.totals)
+    own = sum_totals([wire.to_total(unsharded), reduced.early_unsharded], wire.norm_type)
+    return {**reduced.totals, UNSHARDED: own}
+
+
 def _settle(
     group: ReductionGroup | None, votes: Votes | None, local: LocalGradients, failure: LocalFailure
 ) -> Votes:
@@ -312,6 +352,16 @@ def _settle(
     if votes.nonfinite and local.request.error_if_nonfinite:
         raise_nonfinite(group, local.request.norm_type, local.nonfinite)
     return votes
+
+
+def _is_nonfinite_anywhere(
+    group: ReductionGroup | None, agreed: Votes, total_norm: torch.Tensor
+) -> bool:
+    """Tell, on all ranks alike, whether the norm is NaN or infinite on any of them."""
+    if agreed.nonfinite or not agreed.huge:
+        return agreed.nonfinite
+    overflows = int(total_norm.isinf())
+    return any(row[0] for row in group.gather_ints([overflows])) if group else bool(overflows)
 
 
 def _on_the_gradients_device(norm: torch.Tensor, shards: GradShards) -> torch.Tensor:

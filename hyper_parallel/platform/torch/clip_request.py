@@ -27,12 +27,14 @@ class ClipRequest:
         norm_type: Any p >= 0, inf or -inf.
         error_if_nonfinite: Whether to raise if the norm is NaN or infinite.
         reproducible: Whether sums are exact, so that no sharding changes a bit of the norm.
+        skip_nonfinite: Whether the optimizer's next step does nothing if the norm is not finite.
     """
 
     max_norm: float
     norm_type: float
     error_if_nonfinite: bool
     reproducible: bool = False
+    skip_nonfinite: bool = False
 
     @classmethod
     def validated(
@@ -42,6 +44,7 @@ class ClipRequest:
         error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - the order of torch's arguments
         *,
         reproducible: bool = False,
+        skip_nonfinite: bool = False,
     ) -> ClipRequest:
         """Check what the user passed.
 
@@ -61,8 +64,11 @@ class ClipRequest:
                 f"expected norm_type 2 with reproducible=True, got {norm_type}: only squares are "
                 "summed exactly; pass reproducible=False"
             )
+        if skip_nonfinite and error_if_nonfinite:
+            raise ValueError("expected one of skip_nonfinite and error_if_nonfinite, got both")
         # + 0.0 turns -0.0 into 0.0, which the stamp would tell apart.
-        return cls(max_norm + 0.0, norm_type + 0.0, bool(error_if_nonfinite), bool(reproducible))
+        flags = map(bool, (error_if_nonfinite, reproducible, skip_nonfinite))
+        return cls(max_norm + 0.0, norm_type + 0.0, *flags)
 
     def validate_dtypes(self, dtypes: Iterable[torch.dtype]) -> None:
         """Check that gradients of these dtypes can be measured as asked.
@@ -87,8 +93,8 @@ class ClipRequest:
     @property
     def stamp(self) -> int:
         """60 bits that differ between ranks that ask for different clips."""
-        flags = (float(self.error_if_nonfinite), float(self.reproducible))
-        return fingerprint(self.max_norm, self.norm_type, *flags)
+        flags = (self.error_if_nonfinite, self.reproducible, self.skip_nonfinite)
+        return fingerprint(self.max_norm, self.norm_type, *map(float, flags))
 
 
 NOTHING_ASKED = ClipRequest(math.inf, 2.0, error_if_nonfinite=False)

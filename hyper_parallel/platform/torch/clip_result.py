@@ -56,7 +56,8 @@ class ClipResult:
             same lanes.
             Where a clip ran without the host, as with a `NormReducer` of a model on devices, it is
             on the accelerator, and so are the other norms and the coefficient.
-        clip_coef: 0-dim on the CPU, same dtype: what the gradients were multiplied by.
+        clip_coef: 0-dim on the CPU, same dtype: what the gradients were multiplied by, or what the
+            step of `optimizer=` is to scale them by.
         local_norm: 0-dim on the CPU, same dtype: the norm of this rank's own shards.
         norms_by_rank_set: The norm over each rank set that contains this rank or a peer in its
             pp_group, 0-dim on the CPU. Under `()` that of the gradients that this rank holds whole,
@@ -69,6 +70,14 @@ class ClipResult:
             only are NaN or infinite.
         copies: What this clip cost, exchanges at a group's first included.
         timings: Seconds of host time per step: collect, measure, reduce, finish, scale.
+        host_bytes_read: Bytes of gradients in host memory that this clip read.
+        host_bytes_written: Bytes of them that it wrote.
+        sampled_bytes_read: Bytes of them, besides, that it looked at to see whether norms taken by
+            `NormBeforeOffload` still hold.
+        num_early: This rank's gradients whose norm was taken by `NormBeforeOffload`.
+        host_passes: Where that is attached: why other gradients were passed over after all, and how
+            many of them.
+        skips_step: Whether the next step of `optimizer=` does nothing, for `skip_nonfinite`.
     """
 
     total_norm: torch.Tensor
@@ -79,6 +88,12 @@ class ClipResult:
     replica_spread: float = 0.0
     copies: Copies = field(default_factory=Copies)
     timings: Mapping[str, float] = field(default_factory=dict)
+    host_bytes_read: int = 0
+    host_bytes_written: int = 0
+    sampled_bytes_read: int = 0
+    num_early: int = 0
+    host_passes: Mapping[str, int] = field(default_factory=dict)
+    skips_step: bool = False
 
 
 class Stopwatch:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GRID_EXPONENT",
+    "NOTHING",
     "LaneTotal",
     "clip_coefficient",
     "may_overflow",
@@ -43,6 +44,10 @@ class LaneTotal:
     extremum: float = 0.0
     num_nan: int = 0
     num_inf: int = 0
+
+
+NOTHING = LaneTotal()
+"""The total of no elements."""
 
 
 def sum_totals(totals: Iterable[LaneTotal], norm_type: float) -> LaneTotal:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from .failure import join_some
 from .lanes import UNCOUNTED, UNSHARDED
 from .reach import KnownReaches, PendingSum, Reach, reach_of
-from .torch_private import local_tensors
+from .torch_private import local_tensors, num_stored_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -107,6 +107,11 @@ class GradShards(Sequence[GradShard]):
     def dtypes(self) -> set[torch.dtype]:
         """The dtypes that any of them has."""
         return set(map(_dtype_of, self.tensors))
+
+    @functools.cached_property
+    def host_bytes(self) -> int:
+        """Bytes that one pass over those in host memory touches."""
+        return sum(map(num_stored_bytes, filter(_is_cpu, self.tensors)))
 
     @functools.cached_property
     def whole(self) -> GradShards:

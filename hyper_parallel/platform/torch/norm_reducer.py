@@ -9,31 +9,29 @@ import struct
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-
 from .agreement import agree
-from .clip_result import Copies
 from .declarations import NOTHING_DECLARED, Declarations
+from .device_packing import DeviceLanes, pack_on_device
 from .failure import collectives_of
-from .finish import may_overflow
+from .finish import NOTHING, may_overflow
 from .meeting import meet
 from .pending_sums import measure_pending
 from .replica_spread import NO_SPREAD, ReplicaSpread, compare_replicas, warn_of_spread
+from .staging_buffer import StagingBuffer
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Mapping, Sequence
 
+    from .early_norms import EarlySums
     from .failure import LocalFailure
     from .finish import LaneTotal
     from .grad_shards import GradShard
     from .lanes import LaneKey, Layout, RankSet, Statement
     from .reduction_groups import ReductionGroup
-    from .resident_norms import EncodedNorms, ResidentNorms
+    from .resident_norms import ResidentNorms
     from .wire_format import PartialNorm, Votes, WireFormat
 
-__all__ = ["Contribution", "ReducedLanes", "StagingBuffer", "extend_layout", "reduce_lanes"]
+__all__ = ["Contribution", "ReducedLanes", "extend_layout", "reduce_lanes"]
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,10 @@ class Contribution:
         reproducible: Whether to sum the squares of those exactly.
         declared: What the user said of ranks and tensors.
         families: Rank sets whose lanes should hold the same norm.
-        resident: Its norms that are still on the group's device. Their rank sets are among
-            `partials`, if need be with the identity.
+        early: Sums of gradients that were offloaded since, still on the group's device; None if it
+            brings none such.
+        resident: Norms of gradients that lie on that device; not together with `early`. The lanes
+            of both are among `partials`, if need be with the identity.
     """
 
     partials: Mapping[LaneKey, PartialNorm]
@@ -60,6 +60,7 @@ class Contribution:
     reproducible: bool = False
     declared: Declarations = NOTHING_DECLARED
     families: Sequence[tuple[RankSet, ...]] = ()
+    early: EarlySums | None = None
     resident: ResidentNorms | None = None
 
     @property
@@ -77,78 +78,15 @@ class ReducedLanes:
         totals: One per rank set of the group's layout that contains this rank, or one of its pp
             group's.
         spread: How far the lanes of replicas are apart.
+        early: The total of this rank's own early sums.
+        early_unsharded: Of those, the total of gradients that it holds whole.
     """
 
     votes: Votes | None
     totals: Mapping[RankSet, LaneTotal]
     spread: ReplicaSpread = NO_SPREAD
-
-
-class StagingBuffer:
-    """The host buffer that holds header and lanes, pinned, and its twin on the device.
-
-    Where the group reduces CPU tensors the two are one, and nothing is copied. The host buffer is
-    free to be rewritten whenever `reduce` has returned: the copy down is behind the copy up on the
-    same stream, and has been waited for.
-
-    Args:
-        numel: Floats in the buffer.
-        device: The group's.
-        row_numel: Floats of norms on the device that come down behind them.
-    """
-
-    def __init__(self, numel: int, device: torch.device, row_numel: int = 0) -> None:
-        self.numel = numel
-        self.row_numel = row_numel
-        self._on_host = device.type == "cpu"
-        pin = not self._on_host
-        # Not an inference tensor, which only inference mode could write again.
-        with torch.inference_mode(mode=False):
-            whole = numel + row_numel
-            self._host = torch.empty(whole, dtype=torch.float32, device="cpu", pin_memory=pin)
-            self._device = torch.empty_like(self._host, device=device) if pin else self._host
-            # What came up, before norms on the device are added to it.
-            self._arrived = torch.empty_like(self._device[:numel]) if row_numel else None
-
-    def reduce(
-        self,
-        packed: array[float],
-        op: str,
-        group: dist.ProcessGroup,
-        resident: EncodedNorms | None = None,
-    ) -> torch.Tensor:
-        """Reduce one rank's buffer over `group`; return the result, float32 on the host.
-
-        [numel], and behind it the rows of `resident`, whose norms are added before the reduce.
-
-        Sync: one event, unless the group reduces CPU tensors.
-        """
-        reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        packed_host, lanes = self._host[: self.numel], self._device[: self.numel]
-        packed_host.copy_(torch.frombuffer(packed, dtype=torch.float32))
-        if self._on_host:
-            dist.all_reduce(lanes, op=reduce_op, group=group)
-            return lanes
-        down = self.numel + (resident.row_numel if resident else 0)
-        module = torch.get_device_module(self._device.device)
-        with module.device(self._device.device):  # whichever device is current for the caller
-            if resident is None or self._arrived is None:
-                lanes.copy_(packed_host, non_blocking=True)
-            else:
-                self._arrived.copy_(packed_host, non_blocking=True)
-                resident.encode(self._arrived, lanes, self._device[self.numel : down])
-            dist.all_reduce(lanes, op=reduce_op, group=group)
-            self._host[:down].copy_(self._device[:down], non_blocking=True)
-            arrived = module.Event()
-            arrived.record()
-            arrived.synchronize()
-        return self._host[:down]
-
-    @property
-    def copies(self) -> Copies:
-        """What one `reduce` costs."""
-        moves = 0 if self._on_host else 1
-        return Copies(h2d=moves, collectives=1, d2h=moves, host_syncs=moves)
+    early: LaneTotal = NOTHING
+    early_unsharded: LaneTotal = NOTHING
 
 
 def extend_layout(group: ReductionGroup, statement: Statement) -> Layout:
@@ -225,42 +163,54 @@ def _reduce_once(
     stages = brought.declared.stages
     call_kind = layout.number_of(stages)
     partials = _place(brought.partials, layout, wire)
+    on_device: DeviceLanes | None = None
+    if brought.early is not None and partials is not None:
+        with brought.failure:
+            on_device = pack_on_device(brought.early, partials, layout, wire, group.device)
     votes = replace(
         brought.votes,
         error=brought.failure.error is not None,
         new_rank_set=call_kind is None or partials is None,
     )
-    lanes = [(partials or {}).get(rank_set) for rank_set in layout.lane_of]
-    packed = wire.pack(votes, stamp, lanes, call_kind or 0)
+    numel = wire.header_numel + len(layout.lane_of) * wire.lane_numel
     resident = brought.resident
     encoded = resident.for_layout(layout, wire) if resident else None
-    buffer = _move_and_reduce(group, packed, wire, encoded)
+    staging = _staging_of(
+        group, numel, max(2 * wire.lane_numel, encoded.row_numel if encoded else 0)
+    )
+    if on_device is None:
+        lanes = [(partials or {}).get(rank_set) for rank_set in layout.lane_of]
+        packed = wire.pack(votes, stamp, lanes, call_kind or 0)
+        buffer, cost = staging.reduce(packed, wire.op, group.group, encoded)
+    else:
+        packed_header = wire.pack_header(votes, stamp, call_kind or 0)
+        buffer, cost = staging.sum_on_device(packed_header, on_device, group.group)
+    group.copies += cost
     if resident:
-        resident.arrive(buffer[len(packed) :])
+        resident.arrive(buffer[numel:])
     header = wire.decode_header(buffer[: wire.header_numel].tolist(), stamp, call_kind or 0)
     if header is None or header.error or header.new_rank_set:
         # No lane is read: they are of different formats, or not all there, and then another
         # reduce follows, or an error.
         return ReducedLanes(header, totals={})
-    rows = buffer[wire.header_numel : len(packed)].view(-1, wire.lane_numel)
+    rows = buffer[wire.header_numel : numel].view(-1, wire.lane_numel)
     totals = {
         rank_set: wire.decode(rows[layout.lane_of[rank_set]].tolist())
         for rank_set in layout.read_by(stages)
     }
-    return ReducedLanes(header, totals, compare_replicas(rows, layout, brought.families, wire))
+    spread = compare_replicas(rows, layout, brought.families, wire)
+    if on_device is None:
+        return ReducedLanes(header, totals, spread)
+    own = buffer[numel:].view(-1, wire.lane_numel)
+    return ReducedLanes(header, totals, spread, *map(wire.decode, own.tolist()))
 
 
-def _move_and_reduce(
-    group: ReductionGroup, packed: array[float], wire: WireFormat, resident: EncodedNorms | None
-) -> torch.Tensor:
-    """Reduce in the group's buffer, made anew if it is of another size; count what it costs."""
-    row_numel = resident.row_numel if resident else 0
+def _staging_of(group: ReductionGroup, numel: int, own_numel: int) -> StagingBuffer:
+    """Return the group's buffer, made anew if it is of another size."""
     staging = group.staging
-    if staging is None or staging.numel != len(packed) or staging.row_numel < row_numel:
-        staging = group.staging = StagingBuffer(len(packed), group.device, row_numel)
-    buffer = staging.reduce(packed, wire.op, group.group, resident)
-    group.copies += staging.copies
-    return buffer
+    if staging is None or staging.numel != numel or staging.own_numel < own_numel:
+        staging = group.staging = StagingBuffer(numel, group.device, own_numel)
+    return staging
 
 
 def _place(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from .clip_grad import Call, clip
 from .clip_request import ClipRequest
 from .declarations import NOTHING_DECLARED, Declarations
+from .deferred_scaling import Scaling
 from .failure import LocalFailure, raise_if_any_failed
 from .frozen_reduction import NORM_TYPES, FrozenReduction
 from .grad_shards import GradShards, foretell_grad_shards
@@ -99,6 +100,8 @@ class NormReducer:
         *,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        skip_nonfinite: bool = False,
     ) -> ClipResult:
         """Clip as `clip_grad_norm_` does; see there for arguments and errors.
 
@@ -110,12 +113,16 @@ class NormReducer:
             norm_type,
             error_if_nonfinite,
             reproducible=self._reproducible,
+            skip_nonfinite=skip_nonfinite,
         )
+        scaling = Scaling(foreach is not False, optimizer)
         listing = functools.partial(ParameterList, parameters, self._listed.names)
-        needs_host = error_if_nonfinite or self._reproducible or foreach is False
-        if self._frozen is not None and not needs_host and norm_type in NORM_TYPES:
+        call = Call(listing, asked, lambda: self._declared, scaling)
+        needs_host = error_if_nonfinite or skip_nonfinite or self._reproducible
+        is_plain = foreach is not False and optimizer is None and norm_type in NORM_TYPES
+        if self._frozen is not None and is_plain and not needs_host:
             return self._frozen.clip_(listing, norm_type, asked)
-        return clip(self._group, Call(listing, asked, lambda: self._declared, foreach))
+        return clip(self._group, call)
 
     def explain(self) -> str:
         """Return the layout of the model's gradients as a table, as this rank sees it.

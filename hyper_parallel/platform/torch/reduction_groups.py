@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from .lanes import Layout
-    from .norm_reducer import StagingBuffer
+    from .staging_buffer import StagingBuffer
 
 __all__ = ["ReductionGroup", "reduction_group", "resolve_group"]
 

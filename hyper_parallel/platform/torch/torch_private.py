@@ -33,8 +33,11 @@ __all__ = [
     "is_sharded",
     "local_tensors",
     "not_compiled",
+    "num_stored_bytes",
     "reduce_scatter_sum",
     "specs",
+    "takes_grad_scale",
+    "versions_of",
 ]
 
 
@@ -86,6 +89,7 @@ def specs(dtensors: Iterable[DTensor]) -> list[object]:
     return list(map(_spec, dtensors))
 
 
+_version = operator.attrgetter("_version")
 _local_tensor = operator.attrgetter("_local_tensor")
 _spec = operator.attrgetter("_spec")
 
@@ -136,6 +140,30 @@ def init_dry_run(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=HashStore())
 
 
+def versions_of(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """Return how often each was written in place, as autograd counts it (2.9 to 2.13)."""
+    return tuple(map(_version, tensors))
+
+
+def num_stored_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of the elements, of a sparse COO tensor those it stores (2.9 to 2.13)."""
+    stored = tensor._values() if tensor.layout == torch.sparse_coo else tensor  # noqa: SLF001
+    return stored.nbytes
+
+
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float) -> None:
     """Multiply tensors of one device and dtype in place, in one kernel where there is one."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def takes_grad_scale(optimizer: object) -> bool:
+    """Tell whether a step divides gradients by the optimizer's `grad_scale`, if that is set.
+
+    The mark by which `torch.amp.GradScaler` knows such optimizers (2.9 to 2.13); but a parameter
+    group of theirs may still say `fused=False`.
+    """
+    return bool(
+        isinstance(optimizer, torch.optim.Optimizer)
+        and getattr(optimizer, "_step_supports_amp_scaling", False)
+        and all(group.get("fused", True) for group in optimizer.param_groups)
+    )

@@ -31,7 +31,15 @@ from .finish import GRID_EXPONENT, LaneTotal
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["NUM_CALL_KINDS", "PartialNorm", "PartialNorms", "Votes", "WireFormat", "fingerprint"]
+__all__ = [
+    "NUM_CALL_KINDS",
+    "VOTE_PLACES",
+    "PartialNorm",
+    "PartialNorms",
+    "Votes",
+    "WireFormat",
+    "fingerprint",
+]
 
 _GRID_BITS = 1024 - GRID_EXPONENT
 _FLOAT32_EXACT_BITS = 24
@@ -144,6 +152,8 @@ class Votes:
 
 
 _NUM_VOTES = len(fields(Votes))
+VOTE_PLACES = {field.name: 1 + i for i, field in enumerate(fields(Votes))}
+"""Where each vote is in the header. Under SUM any number above 0 there is a yes."""
 
 
 def fingerprint(*values: float) -> int:
@@ -226,14 +236,18 @@ class WireFormat:
             call_kind: Below `NUM_CALL_KINDS`; where ranks pass different ones, all read the vote
                 `new_rank_set`.
         """
-        header = [1.0, *(float(getattr(votes, field.name)) for field in fields(Votes))]
-        for piece in [1 + call_kind, *self._pieces(stamp)]:
-            header += [float(piece), float(piece * piece if self.op == "sum" else -piece)]
-        buffer = array("f", header)
+        buffer = array("f", self.pack_header(votes, stamp, call_kind))
         idle = self.encode(None)
         for lane in lanes:
             buffer.extend(idle if lane is None else self.encode(lane))
         return buffer
+
+    def pack_header(self, votes: Votes, stamp: int, call_kind: int = 0) -> list[float]:
+        """Return what is before the lanes, `header_numel` whole numbers; see `pack`."""
+        header = [1.0, *(float(getattr(votes, field.name)) for field in fields(Votes))]
+        for piece in [1 + call_kind, *self._pieces(stamp)]:
+            header += [float(piece), float(piece * piece if self.op == "sum" else -piece)]
+        return header
 
     def encode(self, partial: PartialNorm | None) -> array[float]:
         """Return the lane of one rank's partial norm, `lane_numel` floats."""

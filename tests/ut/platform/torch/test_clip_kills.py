@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel import clip_grad_norm_
-from hyper_parallel.platform.torch import meeting, norm_reducer, reduction_groups
+from hyper_parallel.platform.torch import meeting, reduction_groups, staging_buffer
 from tests.ranks import run_ranks
 from tests.sharding import both, dense, expert, local_grad
 
@@ -73,13 +73,13 @@ def kill_during_the_reduce(params):
 
 
 def kill_after_the_reduce(params):
-    reduce = norm_reducer.StagingBuffer.reduce
+    reduce = staging_buffer.StagingBuffer.reduce
 
     def finish_and_die(*args):
         reduce(*args)
         die()
 
-    norm_reducer.StagingBuffer.reduce = finish_and_die
+    staging_buffer.StagingBuffer.reduce = finish_and_die
     clip_grad_norm_(params, 1.0)
 
 
@@ -174,15 +174,15 @@ def test_rank_that_breaks_inside_the_reduce_is_named_with_its_reason(backend, tm
         meeting._patience = meeting.timedelta(seconds=1)
         params = [dense(backend), expert(backend)]
         expected = clip(params, math.inf)
-        works = norm_reducer.StagingBuffer.reduce
+        works = staging_buffer.StagingBuffer.reduce
         if rank == VICTIM:
 
             def fail(*args):
                 raise MemoryError("no room for a copy")
 
-            norm_reducer.StagingBuffer.reduce = fail
+            staging_buffer.StagingBuffer.reduce = fail
         message = clip(params)
-        norm_reducer.StagingBuffer.reduce = works
+        staging_buffer.StagingBuffer.reduce = works
         dist.destroy_process_group()
         store = dist.FileStore(str(tmp_path / "again"), 4)
         dist.init_process_group(backend, store=store, rank=rank, world_size=4)

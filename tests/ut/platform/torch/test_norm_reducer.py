@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from hyper_parallel.platform.torch.clip_result import Copies
 from hyper_parallel.platform.torch.failure import LocalFailure
-from hyper_parallel.platform.torch.norm_reducer import Contribution, StagingBuffer, reduce_lanes
+from hyper_parallel.platform.torch.norm_reducer import Contribution, reduce_lanes
 from hyper_parallel.platform.torch.reduction_groups import resolve_group
+from hyper_parallel.platform.torch.staging_buffer import StagingBuffer
 from hyper_parallel.platform.torch.wire_format import PartialNorm, Votes, WireFormat
 from tests.ranks import run_ranks
 
@@ -25,7 +26,9 @@ def test_staging_buffer_moves_once_each_way_and_waits_once():
         sums = []
         for step in range(3):
             packed = array("f", [rank + step] * 5)
-            sums.append(staging.reduce(packed, "sum", group.group).tolist())
+            reduced, cost = staging.reduce(packed, "sum", group.group)
+            assert cost == Copies(h2d=1, collectives=1, d2h=1, host_syncs=1)
+            sums.append(reduced.tolist())
         after = simnpu.counters()
         names = ("h2d", "h2d_async", "d2h", "d2h_async", "collectives", "host_syncs")
         counted = {name: after[name] - pinned_before.get(name, 0) for name in names}
@@ -49,7 +52,7 @@ def test_staging_buffer_is_right_however_slow_the_copies_are():
         staging = StagingBuffer(3, resolve_group(None).device)
         steps = range(4)
         return [
-            staging.reduce(array("f", [rank + s] * 3), "max", dist.group.WORLD).tolist()
+            staging.reduce(array("f", [rank + s] * 3), "max", dist.group.WORLD)[0].tolist()
             for s in steps
         ]
 
@@ -61,9 +64,10 @@ def test_on_a_group_that_reduces_cpu_tensors_nothing_is_copied():
     def rank_main(rank):
         group = resolve_group(None)
         staging = StagingBuffer(2, group.device)
-        assert staging.copies == Copies(collectives=1)
         assert staging._host is staging._device
-        return staging.reduce(array("f", [rank, 1.0]), "sum", group.group).tolist()
+        reduced, cost = staging.reduce(array("f", [rank, 1.0]), "sum", group.group)
+        assert cost == Copies(collectives=1)
+        return reduced.tolist()
 
     assert run_ranks(rank_main, 3) == [[3.0, 3.0]] * 3
 

@@ -1,0 +1,135 @@
+"""Sums of squares of pieces of a device tensor, and of which elements a change would tell.
+
+In torch operators, and only for devices with float64. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["BITS_OF", "SamplePlan", "SampledPlaces", "has_float64", "measure_chunks"]
+
+BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+"""The dtypes that are measured early, and the integers that hold their bits."""
+
+_FRACTIONS = {torch.float32: 0x7FFFFF, torch.bfloat16: 0x7F, torch.float16: 0x3FF}
+# As in partial_norms; and the place of an element in a chunk fits an int32.
+_CHUNK_NUMEL = 1 << 22
+
+
+class SampledPlaces(NamedTuple):
+    """Where one shard's part of sums and samples is.
+
+    Attributes:
+        chunks: Which of the sums.
+        fixed: Of elements that are always looked at: place in the shard, and of its bits in the
+            samples.
+        telling: Of elements that the device chooses in each chunk: place of the chunk in the shard;
+            in the samples the place of the element in the chunk, and of its bits.
+    """
+
+    chunks: slice
+    fixed: Sequence[tuple[int, int]]
+    telling: Sequence[tuple[int, int, int]]
+
+
+class SamplePlan:
+    """What is measured of a buffer that holds shards one after the other, with padding.
+
+    The first, the middle and the last element of each shard are sampled, and two of each chunk: the
+    largest, which every clamp changes first, and one with the largest fraction. Its neighbours are
+    nearest in proportion, so that a factor that is rounded away there is rounded away everywhere.
+
+    Args:
+        numels: Of each shard with and without padding.
+        device: Of the buffer.
+
+    Attributes:
+        numels: As passed.
+        chunks: Pieces of shards in the buffer, of at most 4 Mi elements.
+        chunk_starts: [2 * num_chunks] int64, device: where they start, twice.
+        sampled: [num_fixed] int64, device: places in the buffer of elements always looked at.
+        samples: int32, pinned: bits of those; bits of each chunk's largest element, then of each
+            one's with the largest fraction; and the places of these in their chunks.
+        places: Of each shard.
+
+    Sync: two blocking copies to the device.
+    """
+
+    def __init__(self, numels: Sequence[tuple[int, int]], device: torch.device) -> None:
+        self.numels = list(numels)
+        self.chunks: list[slice] = []
+        fixed: list[list[int]] = []
+        of_shard: list[tuple[int, range, range]] = []
+        start = 0
+        for padded_numel, numel in numels:
+            own = range(start, start + numel, _CHUNK_NUMEL)
+            of_shard.append((start, own, range(len(self.chunks), len(self.chunks) + len(own))))
+            self.chunks += [slice(i, min(i + _CHUNK_NUMEL, start + numel)) for i in own]
+            fixed.append(sorted({0, numel // 2, numel - 1}) if numel else [])
+            start += padded_numel
+        num_fixed, num_telling = sum(map(len, fixed)), 2 * len(self.chunks)
+        numbers = itertools.count()
+        self.places = [
+            SampledPlaces(
+                slice(indices.start, indices.stop),
+                [(place, next(numbers)) for place in places],
+                [
+                    (chunk - first, num_fixed + num_telling + i, num_fixed + i)
+                    for chunk, index in zip(own, indices, strict=True)
+                    for i in (index, len(self.chunks) + index)
+                ],
+            )
+            for (first, own, indices), places in zip(of_shard, fixed, strict=True)
+        ]
+        in_buffer = [
+            first + place
+            for (first, _, _), own in zip(of_shard, fixed, strict=True)
+            for place in own
+        ]
+        starts = [chunk.start for chunk in self.chunks]
+        self.sampled = torch.tensor(in_buffer, dtype=torch.int64, device=device)
+        self.chunk_starts = torch.tensor(2 * starts, dtype=torch.int64, device=device)
+        self.samples = torch.empty(
+            num_fixed + 2 * num_telling, dtype=torch.int32, device="cpu", pin_memory=True
+        )
+
+
+def measure_chunks(
+    chunks: Sequence[torch.Tensor], like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each chunk's sum of squares, and the places of its telling elements.
+
+    Args:
+        chunks: 1-D, of a dtype in `BITS_OF`, on one device; none is empty.
+        like: A tensor of theirs.
+
+    Returns:
+        [num_chunks] float64, of exact squares; and [2 * num_chunks] int64: the largest element of
+        each, then that with the largest fraction of each. Both on the device.
+    """
+    if not chunks:
+        return like.new_empty(0, dtype=torch.float64), like.new_empty(0, dtype=torch.int64)
+    fraction = _FRACTIONS[like.dtype]
+    sums = torch.stack([torch.dot(x, x) for x in map(torch.Tensor.double, chunks)])
+    largest = [chunk.abs().argmax() for chunk in chunks]
+    finest = [(chunk.view(BITS_OF[chunk.dtype]) & fraction).argmax() for chunk in chunks]
+    return sums, torch.stack([*largest, *finest])
+
+
+@functools.cache
+def has_float64(device: torch.device) -> bool:
+    """Try the operators that sums and their lanes need; nothing is fetched."""
+    try:
+        x = torch.ones(1, device=device).double()
+        torch.dot(x, x).view(torch.int64) >> 1
+    except (RuntimeError, TypeError):
+        return False
+    return True

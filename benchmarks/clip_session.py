@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import statistics
 import time
 import traceback
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from true_norm import true_norm
 from hyper_parallel.kernels import host
 from hyper_parallel.testing import simnpu
 
-__all__ = ["NotAlikeError", "Outcome", "Plan", "Sample", "run_session"]
+__all__ = ["NotAlikeError", "Outcome", "Plan", "Sample", "SessionResult", "run_session"]
 
 _NUM_PROBES = 3
 _SIMULATOR_COUNTS = ("h2d", "d2h", "h2d_bytes", "d2h_bytes", "collectives", "host_syncs")
@@ -47,6 +48,7 @@ class Plan:
     methods: Sequence[str]
     device: str
     repeats: int
+    max_norm: float
     latencies: dict[str, float] = field(default_factory=dict)
     trace: str | None = None
 
@@ -79,7 +81,21 @@ class Outcome:
     seen: list[Seen] = field(default_factory=list)
 
 
-def run_session(say: Say, plan: Plan) -> dict[str, Outcome]:
+@dataclass(frozen=True)
+class SessionResult:
+    """What a rank measured.
+
+    Attributes:
+        outcomes: By method.
+        limits_s: Seconds, by the same clock, of the fastest known read, and read and write, of all
+            gradients.
+    """
+
+    outcomes: dict[str, Outcome]
+    limits_s: dict[str, float]
+
+
+def run_session(say: Say, plan: Plan) -> SessionResult:
     """Return an outcome per method.
 
     Ranks: all of the default group.
@@ -91,12 +107,12 @@ def run_session(say: Say, plan: Plan) -> dict[str, Outcome]:
     torch.set_num_threads(num_threads)
     everyone = dist.new_group(backend="gloo")
     say("making the parameters")
-    case = Case(load_layout(plan.layout, plan.scale), plan.device_type)
+    case = Case(load_layout(plan.layout, plan.scale), plan.device_type, plan.max_norm)
     reference = true_norm(case.local_grads, case.counted, everyone)
     outcomes: dict[str, Outcome] = {}
     working: dict[str, Adapter] = {}
     if plan.device == "sim":
-        simnpu.configure(**plan.latencies)
+        simnpu.configure(**dict[str, Any](plan.latencies))
     for name in plan.methods:
         say(name)
         outcome = outcomes[name] = Outcome(true_norm=reference)
@@ -113,14 +129,13 @@ def run_session(say: Say, plan: Plan) -> dict[str, Outcome]:
     for name, adapter in working.items():
         outcomes[name].seen += [_watch(adapter, everyone, clock) for _ in range(_NUM_PROBES)]
         outcomes[name].scalar_paths_s += _time_scalar_path(adapter, everyone, plan.repeats)
+    limits_s = _measure_limits(case, everyone, clock)
     if plan.trace is not None:
         _write_trace(working, plan.trace, everyone)
-    return outcomes
+    return SessionResult(outcomes, limits_s)
 
 
-def _try(
-    name: str, case: Case, outcome: Outcome, everyone: dist.ProcessGroup
-) -> Adapter | None:
+def _try(name: str, case: Case, outcome: Outcome, everyone: dist.ProcessGroup) -> Adapter | None:
     """Clip once; fill in norms, or the error, alike on all ranks."""
     adapter: Adapter | None = None
     case.restore()
@@ -129,7 +144,7 @@ def _try(
         adapter.restore()
         outcome.norm = float(adapter.clip())
         adapter.finish()
-    except Exception as error:  # noqa: BLE001 - whatever a peer raises is what it says
+    except Exception as error:
         outcome.error = describe(error)
     errors: list[str | None] = [None] * dist.get_world_size(everyone)
     dist.all_gather_object(errors, outcome.error, group=everyone)
@@ -151,9 +166,7 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"[:300]
 
 
-def _time(
-    adapter: Adapter, everyone: dist.ProcessGroup, clock: Any, plan: Plan
-) -> Sample:
+def _time(adapter: Adapter, everyone: dist.ProcessGroup, clock: Any, plan: Plan) -> Sample:
     """Time one clip, from when all ranks have come to a barrier."""
     adapter.restore()
     if plan.device == "sim":
@@ -179,9 +192,7 @@ def _watch(adapter: Adapter, everyone: dist.ProcessGroup, clock: Any) -> Seen:
     return seen
 
 
-def _time_scalar_path(
-    adapter: Adapter, everyone: dist.ProcessGroup, repeats: int
-) -> list[float]:
+def _time_scalar_path(adapter: Adapter, everyone: dist.ProcessGroup, repeats: int) -> list[float]:
     """Time what follows the partial norms, from when all ranks have come so far."""
     adapter.before_scalar_path = functools.partial(dist.barrier, group=everyone)
     taken = []
@@ -196,9 +207,23 @@ def _time_scalar_path(
     return [seconds for seconds in taken if seconds is not None]
 
 
-def _write_trace(
-    working: dict[str, Adapter], path: str, everyone: dist.ProcessGroup
-) -> None:
+def _measure_limits(case: Case, everyone: dist.ProcessGroup, clock: Any) -> dict[str, float]:
+    """Time the fastest passes over all gradients that are known, on all ranks at once."""
+    table = host.pack(case.local_grads)
+    limits = {}
+    for name, limit in {"read": host.read, "read_and_write": host.read_and_write}.items():
+        taken = []
+        for _ in range(_NUM_PROBES):
+            case.restore()
+            dist.barrier(group=everyone)
+            start = clock()
+            limit(table)
+            taken.append(clock() - start)
+        limits[name] = statistics.median(taken)
+    return limits
+
+
+def _write_trace(working: dict[str, Adapter], path: str, everyone: dist.ProcessGroup) -> None:
     """Profile one clip of each method; rank 0 writes the trace, for chrome://tracing."""
     profile: Any = functools.partial(
         torch.profiler.profile, activities=[torch.profiler.ProfilerActivity.CPU]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 __all__ = ["LEVELS", "Constant", "Machine", "injected_latencies", "load_machines"]
 
@@ -39,6 +40,7 @@ class Machine:
     key: str
     title: str
     ranks_per_server: int
+    ranks_per_supernode: int | None
     constants: Mapping[str, Constant]
 
     def at(self, name: str, level: str) -> float:
@@ -58,6 +60,7 @@ def load_machines() -> dict[str, Machine]:
             key,
             entry["title"],
             entry["ranks_per_server"],
+            entry.get("ranks_per_supernode"),
             {
                 **shared,
                 **{name: _constant(one) for name, one in entry.items() if isinstance(one, dict)},
@@ -70,8 +73,8 @@ def load_machines() -> dict[str, Machine]:
 def injected_latencies() -> dict[str, float]:
     """Return what the simulated NPU is configured with: arguments of `simnpu.configure`.
 
-    The simulator has one duration for all copies: that of the machine's typical copies up, pageable
-    as the peers', and down, halved between the two.
+    The simulator has one duration for all copies: the mean of the machine's typical copies up
+    (pageable, as the peers' are) and down.
     """
     machine = load_machines()[_read()["injected"]["machine"]]
     up, down = (machine.at(name, "typical") for name in ("h2d_pageable", "d2h_and_sync"))

@@ -70,9 +70,9 @@ def probe(clock: Callable[[], float]) -> Iterator[Seen]:
         yield seen
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, seen: Seen, clock: Callable[[], float]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seen = seen
         self._clock = clock
 

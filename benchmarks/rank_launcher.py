@@ -10,7 +10,6 @@ import os
 import pickle
 import signal
 import tempfile
-
 import traceback
 import warnings
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 import torch._dynamo  # the first DTensor operation imports it: once here, not in every rank
 import torch.distributed as dist
+from torch._logging._internal import set_logs
 
 __all__ = ["RankFailedError", "Say", "run_ranks"]
 
@@ -48,6 +48,15 @@ class _Message:
     failure: str | None = None
 
 
+@dataclass(frozen=True)
+class _Rank:
+    rank: int
+    num_ranks: int
+    backend: str
+    store_path: str
+    silence_s: float
+
+
 def run_ranks(
     rank_fn: Callable[..., Any], num_ranks: int, *args: Any, backend: str, silence_s: float = 60.0
 ) -> list[Any]:
@@ -73,7 +82,8 @@ def run_ranks(
                 store_path = os.path.join(folder, "store")
                 process = context.Process(
                     target=_rank_main,
-                    args=(theirs, rank_fn, rank, num_ranks, args, backend, store_path, silence_s),
+                    args=(theirs, _Rank(rank, num_ranks, backend, store_path, silence_s)),
+                    kwargs={"rank_fn": rank_fn, "args": args},
                     daemon=True,
                 )
                 process.start()
@@ -91,13 +101,13 @@ def _collect(pipes: dict[Connection, int], silence_s: float) -> list[Any]:
     results: dict[int, Any] = {}
     doing = "starting"
     while len(results) < len(pipes):
-        waiting = [pipe for pipe, rank in pipes.items() if rank not in results]
-        ready = wait(waiting, timeout=silence_s)
+        waiting = {pipe: rank for pipe, rank in pipes.items() if rank not in results}
+        ready = wait(list(waiting), timeout=silence_s)
         if not ready:
             raise RankFailedError(f"hung for {silence_s:.0f} s", doing)
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = pipes[pipe]
+        for pipe, rank in waiting.items():
+            if pipe not in ready:
+                continue
             try:
                 message = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
@@ -112,21 +122,14 @@ def _collect(pipes: dict[Connection, int], silence_s: float) -> list[Any]:
 
 
 def _rank_main(
-    parent: Connection,
-    rank_fn: Callable[..., Any],
-    rank: int,
-    num_ranks: int,
-    args: tuple[Any, ...],
-    backend: str,
-    store_path: str,
-    silence_s: float,
+    parent: Connection, own: _Rank, rank_fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(num_ranks),
+        RANK=str(own.rank),
+        WORLD_SIZE=str(own.num_ranks),
+        LOCAL_RANK=str(own.rank),
+        LOCAL_WORLD_SIZE=str(own.num_ranks),
     )
 
     def send(message: _Message) -> None:
@@ -134,14 +137,14 @@ def _rank_main(
 
     # Peers warn on every rank of what they do; tables show it.
     warnings.simplefilter("ignore")
-    torch._logging.set_logs(all=logging.ERROR)
+    set_logs(all=logging.ERROR)
     try:
-        if "hccl" in backend or "nccl" in backend:
-            torch.accelerator.set_device_index(rank)
-        timeout = datetime.timedelta(seconds=silence_s / 2)
-        store = dist.FileStore(store_path, num_ranks)  # type: ignore[attr-defined]
+        if "hccl" in own.backend or "nccl" in own.backend:
+            torch.accelerator.set_device_index(own.rank)
+        timeout = datetime.timedelta(seconds=own.silence_s / 2)
+        store = dist.FileStore(own.store_path, own.num_ranks)  # type: ignore[attr-defined]
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout
+            own.backend, store=store, rank=own.rank, world_size=own.num_ranks, timeout=timeout
         )
         send(_Message(result=rank_fn(lambda text: send(_Message(doing=text)), *args)))
     except BaseException:
@@ -150,5 +153,3 @@ def _rank_main(
     with contextlib.suppress(EOFError, OSError):
         parent.recv_bytes()
     os._exit(0)
-
-

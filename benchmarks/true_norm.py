@@ -8,7 +8,7 @@ relative error below 2^16 * 2^-53 < 1e-11, and the fsum of the chunks none.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ def true_norm(
 
 def sum_of_squares(tensor: torch.Tensor) -> float:
     """Return the sum of squares of one tensor."""
-    chunks: Iterable[torch.Tensor] = tensor.detach().reshape(-1).split(_CHUNK_NUMEL)
+    chunks = torch.split(tensor.detach().reshape(-1), _CHUNK_NUMEL)
     return math.fsum(float(torch.dot(c, c)) for c in map(torch.Tensor.double, chunks))
 
 

@@ -27,6 +27,7 @@ class Adapter:
     Attributes:
         name: In tables.
         package: Of which a version is noted; None if it is this repository or torch.
+        modules: What it imports, to be imported once before ranks are forked.
         is_peer: Whether it is somebody else's, to be run on another group if this one fails.
         before_scalar_path: Called by those that can when the partial norms are known.
         scalar_path_s: Seconds of the last clip from there to the total norm, without that call.
@@ -34,6 +35,7 @@ class Adapter:
 
     name: ClassVar[str]
     package: ClassVar[str | None] = None
+    modules: ClassVar[tuple[str, ...]] = ()
     is_peer: ClassVar[bool] = True
     scalar_path_s: float | None = None
 

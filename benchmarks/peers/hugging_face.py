@@ -25,6 +25,7 @@ class Accelerate(Adapter):
 
     name = "accelerate"
     package = "accelerate"
+    modules = ("accelerate",)
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -42,6 +43,7 @@ class Transformers(Adapter):
 
     name = "transformers"
     package = "transformers"
+    modules = ("transformers.trainer",)
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -69,6 +71,7 @@ class Axolotl(Accelerate):
 
     name = "axolotl"
     package = "axolotl"
+    modules = ("axolotl.monkeypatch.accelerate.parallelism_config",)
 
     def clip(self) -> torch.Tensor:
         if not self.case.has_mesh_dim("ep"):

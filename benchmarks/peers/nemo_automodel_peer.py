@@ -14,6 +14,7 @@ class NemoAutomodel(Adapter):
 
     name = "nemo-automodel"
     package = "nemo-automodel"
+    modules = ("nemo_automodel.components.training.utils",)
 
     def clip(self) -> torch.Tensor | float:
         from nemo_automodel.components.training.utils import clip_grad_norm

@@ -34,7 +34,7 @@ class HyperParallel(Adapter):
         return self._clip().total_norm
 
     def clip_and_time_scalar_path(self) -> None:
-        reduce_lanes = clip_grad.reduce_lanes
+        reduce_lanes = vars(clip_grad)["reduce_lanes"]
         waited_s = 0.0
 
         def reduce_after_hook(*args: Any) -> Any:

@@ -41,9 +41,7 @@ class ScalarHop(Adapter):
         self._buckets = buckets
 
     def clip(self) -> torch.Tensor:
-        norms = {
-            key: torch.nn.utils.get_total_norm(grads) for key, grads in self._buckets.items()
-        }
+        norms = {key: torch.nn.utils.get_total_norm(grads) for key, grads in self._buckets.items()}
         self.before_scalar_path()
         start = time.perf_counter()
         power_sum = torch.zeros(())

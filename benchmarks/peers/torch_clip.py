@@ -66,4 +66,4 @@ class Fsdp1(Adapter):
     @property
     def local_grads(self) -> Sequence[torch.Tensor]:
         sizes = [grad.numel() for grad in self.case.local_grads]
-        return self._grad.split(sizes)
+        return torch.split(self._grad, sizes)

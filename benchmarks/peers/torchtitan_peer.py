@@ -14,6 +14,7 @@ class Torchtitan(Adapter):
 
     name = "torchtitan"
     package = "torchtitan"
+    modules = ("torchtitan.distributed.utils",)
 
     def clip(self) -> torch.Tensor:
         from torchtitan.distributed.utils import clip_grad_norm_

@@ -46,7 +46,7 @@ class HyperParallel(Adapter):
 
         with mock.patch.object(clip_grad, "reduce_lanes", reduce_after_hook):
             timings = self._clip().timings
-        self.scalar_path_s = timings["reduce"] + timings["finish"] - waited_s
+        self.scalar_path_s = sum(timings[step] for step in ("pack", "reduce", "finish")) - waited_s
 
     def _clip(self) -> hyper_parallel.ClipResult:
         return self._reducer.clip_(self.case.parameters, self.case.max_norm)

@@ -204,8 +204,13 @@ def _clip_listed(call: Call, group: dist.ProcessGroup | None, *, reduces: bool) 
 
 @torch.no_grad()
 def clip(group: ReductionGroup | None, call: Call) -> ClipResult:
-    """The six steps. What fails on this rank before the reduce, all ranks raise after it."""
-    stopwatch = Stopwatch()
+    """Clip, and time it. What fails on this rank before the reduce, all ranks raise after it."""
+    with Stopwatch() as stopwatch:
+        return _take_steps(group, call, stopwatch)
+
+
+def _take_steps(group: ReductionGroup | None, call: Call, stopwatch: Stopwatch) -> ClipResult:
+    """The six steps."""
     cost_before = group.copies if group else Copies()
     local = LocalGradients()
 
@@ -235,6 +240,7 @@ def clip(group: ReductionGroup | None, call: Call) -> ClipResult:
     by_lane = local.combine_by_lane(wire)
     unsharded = by_lane.pop(UNSHARDED, None)
     votes = local.votes(wire)
+    stopwatch.lap("pack")
 
     # 4. Move and reduce: one copy up, one all-reduce, one copy down.
     reduced = ReducedLanes(votes, totals={})

@@ -35,6 +35,7 @@ __all__ = ["METHODS", "NUM_RANKS", "Prediction", "predict_all"]
 NUM_RANKS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 METHODS = ("scalar_hop", "torch+gloo", "hyper_parallel", "hyper_parallel, no host pass")
 _CLIPS_PER_MESH = ("torch+gloo", "torchtitan+gloo", "accelerate+gloo", "transformers+gloo")
+_NO_HOST_PASS = "hyper_parallel+early norm+optimizer"
 _BYTES = 4  # float32 gradients
 _SCALAR_BYTES = 4
 
@@ -185,7 +186,7 @@ def _python_s(rows: Mapping[str, Row]) -> dict[str, float]:
         "scalar_hop": own["scalar_hop"],
         "torch+gloo": min(per_mesh, default=own["scalar_hop"]),
         "hyper_parallel": own["hyper_parallel"],
-        "hyper_parallel, no host pass": own["hyper_parallel"],
+        "hyper_parallel, no host pass": own.get(_NO_HOST_PASS, own["hyper_parallel"]),
     }
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from .adapter import Adapter, NotInThisVersionError
+from .early_norm import HyperParallelEarlyNorm, HyperParallelNoHostPass
 from .hugging_face import Accelerate, Axolotl, Transformers
 from .nemo_automodel_peer import NemoAutomodel
-from .ours import HyperParallel, HyperParallelEarlyNorm, HyperParallelOptimizer
+from .ours import HyperParallel, HyperParallelOptimizer
 from .scalar_hop import ScalarHop
 from .torch_clip import Fsdp1, Torch
 from .torchtitan_peer import Torchtitan
@@ -16,6 +17,7 @@ _ADAPTERS: tuple[type[Adapter], ...] = (
     HyperParallel,
     HyperParallelOptimizer,
     HyperParallelEarlyNorm,
+    HyperParallelNoHostPass,
     ScalarHop,
     Torch,
     Fsdp1,

@@ -1,9 +1,10 @@
-"""This repository's clip, with what it has of ways to do without host passes."""
+"""This repository's clip, all in the clip or with the scaling left to the optimizer."""
 
 from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from .adapter import Adapter, NotInThisVersionError
 if TYPE_CHECKING:
     from clip_layouts import Case
 
-__all__ = ["HyperParallel", "HyperParallelEarlyNorm", "HyperParallelOptimizer"]
+__all__ = ["ClipForOptimizer", "HyperParallel", "HyperParallelOptimizer"]
 
 
 class HyperParallel(Adapter):
@@ -60,27 +61,29 @@ class HyperParallelOptimizer(Adapter):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        if "optimizer" not in inspect.signature(hyper_parallel.clip_grad_norm_).parameters:
-            raise NotInThisVersionError("not in this version: clip_grad_norm_(optimizer=)")
-        self._optimizer = torch.optim.AdamW(case.parameters, lr=0.0, fused=True)
+        self._clip = ClipForOptimizer(case.parameters, case.max_norm)
 
     def clip(self) -> torch.Tensor:
-        options: dict[str, Any] = {"optimizer": self._optimizer}
-        parameters, max_norm = self.case.parameters, self.case.max_norm
-        return hyper_parallel.clip_grad_norm_(parameters, max_norm, **options)
+        return self._clip()
 
     def finish(self) -> None:
+        self._clip.step()
+
+
+class ClipForOptimizer:
+    """`clip_grad_norm_(optimizer=)`, and the step that scales; its learning rate is 0."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], max_norm: float) -> None:
+        if "optimizer" not in inspect.signature(hyper_parallel.clip_grad_norm_).parameters:
+            raise NotInThisVersionError("not in this version: clip_grad_norm_(optimizer=)")
+        self._parameters = parameters
+        self._max_norm = max_norm
+        self._optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=True)
+
+    def __call__(self) -> torch.Tensor:
+        options: dict[str, Any] = {"optimizer": self._optimizer}
+        return hyper_parallel.clip_grad_norm_(self._parameters, self._max_norm, **options)
+
+    def step(self) -> None:
+        """Take the optimizer's step."""
         self._optimizer.step()
-
-
-class HyperParallelEarlyNorm(Adapter):
-    """Norms are taken on the device before the offload, so that the clip does not measure."""
-
-    name = "hyper_parallel+early norm"
-    is_peer = False
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        if not hasattr(hyper_parallel, "NormBeforeOffload"):
-            raise NotInThisVersionError("not in this version: NormBeforeOffload")
-        raise NotInThisVersionError("to be done")

@@ -47,6 +47,8 @@ $(BENCH_STAMP): $(BENCH_SOURCES)
 	$(BENCH_PYTHON) -m pip install --disable-pip-version-check --editable '.[bench,peers]'
 	$(BENCH_PYTHON) -m pip install --disable-pip-version-check --no-deps \
 		--requirement benchmarks/peers/requirements.txt
+	cd benchmarks && ../$(BENCH_PYTHON) -c \
+		"import importlib, peers; [importlib.import_module(m) for p in peers.METHODS.values() for m in p.modules]"
 	rm -f $(BENCH_VENV)/.installed-*
 	touch $@
 

@@ -39,11 +39,13 @@ def draw_predictions(predictions: Sequence[Prediction], model: Model, path: str)
         panels[0, column].set_title(machine.title, fontsize=10)
     panels[0, 0].set_ylabel("ms per clip, all terms")
     panels[1, 0].set_ylabel("ms per clip, host passes left out (log)")
-    panels[0, -1].legend(fontsize=8)
+    bars, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(bars, labels, fontsize=8, loc="upper right", ncols=3)
     figure.suptitle(
         f"Modelled: clipping {model.elements / 1e9:.1f}e9 float32 elements per rank on the host, "
         f"{model.buckets} buckets x {model.dims} mesh dims. Bars: typical; lines: low to high",
         fontsize=10,
+        x=0.35,
     )
     figure.tight_layout()
     figure.savefig(path, dpi=70)

@@ -60,6 +60,8 @@ def _truth(reports: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     multi = _by_method(reports["multi_component"])
     num_hops = reports["multi_component"]["conditions"]["hops"]
     whole = _total(multi[_HOP]) / _total(multi[_OURS])
+    injected = reports["multi_component"]["conditions"]["injected"]
+    hop_ms = (2 * injected["copy_us"] + injected["collective_us"]) * 1e-3
     kimi = _by_method(reports["kimi_k2"])
     return (
         "**Host passes dominate.** Modelled for 8.0e9 float32 elements per rank, 128 ranks of "
@@ -72,7 +74,9 @@ def _truth(reports: Mapping[str, Any], model: Mapping[str, Any]) -> str:
         f"{none:,.1f} ms.\n\n"
         f"Measured here on {num_hops} hops (multi_component, simulated NPU, injected latencies): "
         f"the way from partial norms to the total norm is {_path_ratio(multi):.1f} times as fast "
-        f"as one hop per bucket and mesh dim, the whole clip {whole:.2f} times; on Kimi-K2's "
+        f"as one hop per bucket and mesh dim, the whole clip {whole:.2f} times. Of that way "
+        f"{num_hops * hop_ms:.2f} ms are injected for the hops and {hop_ms:.2f} ms for ours, the "
+        "rest is what ranks that share the cores take for gloo and Python. On Kimi-K2's "
         f"shards (kimi_k2) the whole clip is {_total(kimi[_HOP]) / _total(kimi[_OURS]):.2f} times "
         "as fast."
     )

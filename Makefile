@@ -8,7 +8,13 @@ KERNEL_SOURCES := $(sort $(wildcard kernels/host/csrc/*))
 STAMP_SOURCES := pyproject.toml setup.py Makefile $(KERNEL_SOURCES)
 STAMP := $(VENV)/.installed-$(shell cksum $(STAMP_SOURCES) | cksum | cut -d' ' -f1)
 
-.PHONY: demo test test-slow test-asan test-tsan test-aarch64 lint setup clean
+# Benchmarks have packages of their own, so that no test depends on what peers pull in.
+BENCH_VENV := .venv-bench
+BENCH_PYTHON := $(BENCH_VENV)/bin/python
+BENCH_SOURCES := $(STAMP_SOURCES) benchmarks/peers/requirements.txt
+BENCH_STAMP := $(BENCH_VENV)/.installed-$(shell cksum $(BENCH_SOURCES) | cksum | cut -d' ' -f1)
+
+.PHONY: demo test test-slow test-asan test-tsan test-aarch64 lint setup bench bench-setup clean
 
 setup: $(STAMP)
 	@$(BIN)/python -c "from hyper_parallel.testing import simnpu; simnpu.install()"
@@ -30,6 +36,25 @@ test: setup lint
 # Not in CI: 128 ranks, more draws.
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+bench-setup: $(BENCH_STAMP)
+	@$(BENCH_PYTHON) -c "from hyper_parallel.testing import simnpu; simnpu.install()"
+
+$(BENCH_STAMP): $(BENCH_SOURCES)
+	@echo "bench-setup: installing $(TORCH) and peers into $(BENCH_VENV), a few minutes"
+	test -x $(BENCH_VENV)/bin/pip || $(PYTHON) -m venv --clear $(BENCH_VENV)
+	$(BENCH_PYTHON) -m pip install --disable-pip-version-check $(TORCH)
+	$(BENCH_PYTHON) -m pip install --disable-pip-version-check --editable '.[bench,peers]'
+	$(BENCH_PYTHON) -m pip install --disable-pip-version-check --no-deps \
+		--requirement benchmarks/peers/requirements.txt
+	cd benchmarks && ../$(BENCH_PYTHON) -c \
+		"import importlib, peers; [importlib.import_module(m) for p in peers.METHODS.values() for m in p.modules]"
+	rm -f $(BENCH_VENV)/.installed-*
+	touch $@
+
+# Refreshes benchmarks/results and the README's tables, in 10 minutes on 2 idle cores.
+bench: bench-setup
+	$(BENCH_PYTHON) benchmarks/run_all.py
 
 # The host kernels under sanitizers and on another processor; not in CI.
 CHECK_SOURCES := $(filter %.cpp,$(KERNEL_SOURCES)) tests/kernels/host_check.cpp
@@ -73,4 +98,4 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -28,7 +28,6 @@ from fractions import Fraction
 from pathlib import Path
 
 import torch
-from layouts import LAYOUTS, sizes_of
 from providers import (
     OURS,
     PROVIDERS,
@@ -40,6 +39,7 @@ from providers import (
     verify_scaling,
 )
 from python_walk import measure_python_walk
+from shard_sizes import LAYOUTS, sizes_of
 
 from hyper_parallel.kernels import host
 

@@ -228,8 +228,13 @@ def _clip_listed(call: Call, group: dist.ProcessGroup | None, *, reduces: bool) 
 
 @torch.no_grad()
 def clip(group: ReductionGroup | None, call: Call) -> ClipResult:
-    """The six steps. What fails on this rank before the reduce, all ranks raise after it."""
-    stopwatch = Stopwatch()
+    """Clip, and time it. What fails on this rank before the reduce, all ranks raise after it."""
+    with Stopwatch() as stopwatch:
+        return _take_steps(group, call, stopwatch)
+
+
+def _take_steps(group: ReductionGroup | None, call: Call, stopwatch: Stopwatch) -> ClipResult:
+    """The six steps."""
     cost_before = group.copies if group else Copies()
     local = LocalGradients()
 
@@ -251,16 +256,21 @@ def clip(group: ReductionGroup | None, call: Call) -> ClipResult:
         stopwatch.lap("measure")
 
     # 3. Pack: one partial norm per lane, and this rank's votes.
-    # 4. Move and reduce: one copy up, one all-reduce, one copy down.
     request, shards = local.request, local.shards
     wire = WireFormat(group.size if group else 1, request.norm_type)
-    reduced = _reduce(group, local, failure, wire)
+    contribution = _pack(local, failure, wire)
+    stopwatch.lap("pack")
+
+    # 4. Move and reduce: one copy up, one all-reduce, one copy down.
+    reduced = ReducedLanes(contribution.votes, totals={})
+    if group is not None:
+        reduced = reduce_lanes(group, contribution, wire, request.stamp)
     local.take_residents()
-    unsharded = local.combine_by_lane(wire).get(UNSHARDED)
     agreed = _settle(group, reduced.votes, local, failure)
     stopwatch.lap("reduce")
 
     # 5. Finish: own lanes and unsharded gradients to the norm, rounded once.
+    unsharded = local.combine_by_lane(wire).get(UNSHARDED)
     totals = _totals_of(reduced, unsharded, wire)
     dtype = torch.float64 if agreed.float64_gradient else torch.float32
     norm_of = functools.partial(round_norm, norm_type=request.norm_type, dtype=dtype)
@@ -293,17 +303,12 @@ def clip(group: ReductionGroup | None, call: Call) -> ClipResult:
     )
 
 
-def _reduce(
-    group: ReductionGroup | None, local: LocalGradients, failure: LocalFailure, wire: WireFormat
-) -> ReducedLanes:
-    votes = local.votes(wire)
-    if group is None:
-        return ReducedLanes(votes, totals={})
+def _pack(local: LocalGradients, failure: LocalFailure, wire: WireFormat) -> Contribution:
     by_lane = local.combine_by_lane(wire)
     by_lane.pop(UNSHARDED, None)
-    contribution = Contribution(
+    return Contribution(
         by_lane,
-        votes,
+        local.votes(wire),
         failure,
         local.shards.pending,
         reproducible=local.request.reproducible,
@@ -312,7 +317,6 @@ def _reduce(
         resident=local.resident,
         early=local.early if local.early_stay else None,
     )
-    return reduce_lanes(group, contribution, wire, local.request.stamp)
 
 
 def _validate_reach(

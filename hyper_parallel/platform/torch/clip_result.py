@@ -6,6 +6,10 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torch.profiler import record_function
+
+from .torch_private import profiler_is_running
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -13,7 +17,9 @@ if TYPE_CHECKING:
 
     from .lanes import RankSet
 
-__all__ = ["ClipResult", "Copies", "NonfiniteGradient", "Stopwatch"]
+__all__ = ["STEPS", "ClipResult", "Copies", "NonfiniteGradient", "Stopwatch"]
+
+STEPS = ("collect", "measure", "pack", "reduce", "finish", "scale")
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,8 @@ class ClipResult:
             differs by 1 from one with, since a step would part them. inf where elements of one
             only are NaN or infinite.
         copies: What this clip cost, exchanges at a group's first included.
-        timings: Seconds of host time per step: collect, measure, reduce, finish, scale.
+        timings: Seconds of host time per step: collect, measure, pack, reduce, finish, scale. The
+            trace of a torch profiler shows them as `hyper_parallel::collect` and so on.
         host_bytes_read: Bytes of gradients in host memory that this clip read.
         host_bytes_written: Bytes of them that it wrote.
         sampled_bytes_read: Bytes of them, besides, that it looked at to see whether norms taken by
@@ -97,14 +104,41 @@ class ClipResult:
 
 
 class Stopwatch:
-    """Host seconds from lap to lap."""
+    """Host seconds from lap to lap, and a range for each in the trace of a profiler that runs.
+
+    A context: leaving it ends the range that an exception has left open.
+    """
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}
+        self._ahead = iter(STEPS)
+        self._range: record_function | None = None
         self._last = time.perf_counter()
 
-    def lap(self, name: str) -> None:
-        """Store the seconds since the last lap under `name`."""
+    def __enter__(self) -> Stopwatch:
+        self._open_range()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._close_range()
+
+    def lap(self, step: str) -> None:
+        """Store the seconds since the last lap under `step`, one of STEPS; the next one begins."""
         now = time.perf_counter()
-        self.laps[name] = now - self._last
+        self.laps[step] = now - self._last
         self._last = now
+        self._close_range()
+        self._ahead = iter(STEPS[STEPS.index(step) + 1 :])
+        self._open_range()
+
+    def _open_range(self) -> None:
+        step = next(self._ahead, None)
+        # A range costs microseconds even if nobody looks.
+        if step is not None and profiler_is_running():
+            self._range = record_function(f"hyper_parallel::{step}")
+            self._range.__enter__()  # type: ignore[no-untyped-call]
+
+    def _close_range(self) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None

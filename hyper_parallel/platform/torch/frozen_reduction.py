@@ -112,7 +112,16 @@ class FrozenReduction:
             Exception: On this rank alone, what was unexpected about its gradients. The norm of the
                 others is NaN.
         """
-        stopwatch = Stopwatch()
+        with Stopwatch() as stopwatch:
+            return self._take_steps(list_parameters, norm_type, asked, stopwatch)
+
+    def _take_steps(
+        self,
+        list_parameters: Callable[[], ParameterList],
+        norm_type: float,
+        asked: Callable[[], ClipRequest],
+        stopwatch: Stopwatch,
+    ) -> ClipResult:
         group, wire = self._group, WireFormat(self._group.size, norm_type)
         norms: DeviceNorms | None = None
         with LocalFailure() as failure:

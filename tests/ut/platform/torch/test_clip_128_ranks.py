@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from benchmarks.layouts import kimi_k2_shapes
+from benchmarks.shard_sizes import kimi_k2_shapes
 from hyper_parallel import NormReducer
 from hyper_parallel.platform.torch import reduction_groups
 from hyper_parallel.testing import simnpu

@@ -282,7 +282,7 @@ def _take_steps(group: ReductionGroup | None, call: Call, stopwatch: Stopwatch) 
 
     # 6. Scale: not at all where the coefficient is 1, or an optimizer's next step does it.
     skips_step = request.skip_nonfinite and _is_nonfinite_anywhere(group, agreed, total_norm)
-    scaled_bytes = call.scaling.apply(shards, float(coef), skip_step=skips_step)
+    scaled_bytes, scaled = call.scaling.apply(shards, float(coef), skip_step=skips_step)
     stopwatch.lap("scale")
 
     return ClipResult(
@@ -292,7 +292,7 @@ def _take_steps(group: ReductionGroup | None, call: Call, stopwatch: Stopwatch) 
         norms_by_rank_set={rank_set: norm_of(total) for rank_set, total in totals.items()},
         nonfinite=local.nonfinite if agreed.nonfinite else (),
         replica_spread=reduced.spread.relative,
-        copies=local.fetched + (group.copies - cost_before if group else Copies()),
+        copies=local.fetched + scaled + (group.copies - cost_before if group else Copies()),
         timings=stopwatch.laps,
         host_bytes_read=local.host_bytes_read + scaled_bytes,
         host_bytes_written=scaled_bytes,

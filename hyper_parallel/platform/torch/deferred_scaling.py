@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .clip_result import Copies
 from .early_norms import outdate
 from .failure import join_some
 from .partial_norms import scale_
@@ -100,7 +101,7 @@ class Scaling:
                 "optimizer="
             )
 
-    def apply(self, shards: GradShards, coef: float, *, skip_step: bool) -> int:
+    def apply(self, shards: GradShards, coef: float, *, skip_step: bool) -> tuple[int, Copies]:
         """Scale the gradients, or leave it to the optimizer's next step.
 
         Args:
@@ -109,16 +110,16 @@ class Scaling:
             skip_step: Whether the optimizer's next step is to do nothing.
 
         Returns:
-            Bytes of host memory that were read, and written.
+            Bytes of host memory that were read, and written; and what it cost.
         """
         if self.optimizer is not None and (skip_step or _reciprocal(coef) is not None):
             _next_step(self.optimizer).replace(coef, skip=skip_step)
-            return 0
+            return 0, Copies()
         if coef == 1.0:
-            return 0
+            return 0, Copies()
         outdate(map(id, shards.tensors), "was scaled by a clip")  # which no version counter knows
-        scale_(shards.tensors, coef, foreach=self.foreach, are_plain=shards.are_plain)
-        return shards.host_bytes
+        copies = scale_(shards.tensors, coef, foreach=self.foreach, are_plain=shards.are_plain)
+        return shards.host_bytes, copies
 
 
 class _NextStep:

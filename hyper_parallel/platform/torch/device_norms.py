@@ -175,7 +175,8 @@ class DeviceNorms:
     def fetch(self) -> tuple[PartialNorms, Copies]:
         """Return the partial norms now, and what all of it cost. Sync: one."""
         partials = self.to_partials(self.rows.cpu())
-        return partials, self.copies + Copies(d2h=1, host_syncs=1)
+        moves = 1 if self.row_numel else 0  # tensors may all be empty
+        return partials, self.copies + Copies(d2h=moves, host_syncs=moves)
 
     def _row_range_of(self, place: int | None) -> tuple[int, int]:
         return (0, 0) if place is None else self.launcher.plan.row_range_of_lane(place)
@@ -197,11 +198,16 @@ def launch_norms(
     return [(group, DeviceNorms([tensors[i] for i in group], None, norm_type)) for group in groups]
 
 
-def scale_on_device_(tensors: Sequence[torch.Tensor], coef: float) -> None:
-    """Multiply in place, all tensors of a dtype in one launch; each `is_launchable`."""
+def scale_on_device_(tensors: Sequence[torch.Tensor], coef: float) -> Copies:
+    """Multiply in place, all tensors of a dtype in one launch; each `is_launchable`.
+
+    Returns:
+        What it cost: copies up, where the tensors were not those before.
+    """
     device = tensors[0].device
-    launcher, _ = _launcher_for(tensors, None, device)
+    launcher, num_uploads = _launcher_for(tensors, None, device)
     launcher.scale_(tensors, torch.full((1,), coef, dtype=torch.float32, device=device))
+    return Copies(h2d=launcher.num_uploads - num_uploads)
 
 
 def _launcher_for(

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GRID_EXPONENT",
-    "NOTHING",
     "LaneTotal",
     "clip_coefficient",
     "may_overflow",
@@ -46,23 +45,19 @@ class LaneTotal:
     num_inf: int = 0
 
 
-NOTHING = LaneTotal()
-"""The total of no elements."""
-
-
-def sum_totals(totals: Iterable[LaneTotal], norm_type: float) -> LaneTotal:
-    """Combine totals of disjoint sets of elements, exactly and in any order.
+def sum_totals(totals: Iterable[LaneTotal | None], norm_type: float) -> LaneTotal:
+    """Combine totals of disjoint sets of elements, exactly and in any order; None is no total.
 
     With no totals this is the norm of nothing: 0, and inf for the norm type -inf.
     """
-    totals = list(totals)
+    known = [total for total in totals if total is not None]
     smallest = norm_type == -math.inf
-    extrema = [total.extremum for total in totals]
+    extrema = [total.extremum for total in known]
     return LaneTotal(
-        grid_sum=sum(total.grid_sum for total in totals),
+        grid_sum=sum(total.grid_sum for total in known),
         extremum=min(extrema, default=math.inf) if smallest else max(extrema, default=0.0),
-        num_nan=sum(total.num_nan for total in totals),
-        num_inf=sum(total.num_inf for total in totals),
+        num_nan=sum(total.num_nan for total in known),
+        num_inf=sum(total.num_inf for total in known),
     )
 
 

@@ -57,6 +57,7 @@ class FrozenReduction:
         self._group = group
         self._layout = group.layout
         self._templates: dict[float, torch.Tensor] = {}
+        self._idle = kernels.Launcher([], [], group.device)  # of a clip without gradients
 
     @classmethod
     def agreed(
@@ -149,7 +150,7 @@ class FrozenReduction:
         results = torch.empty(table.num_norms, 3, dtype=torch.float32, device=group.device)
         form = lane_format(wire)
         assert form is not None  # noqa: S101 - `agreed` and `takes` have asked
-        launcher = norms.launcher if norms else kernels.Launcher([], [], group.device)
+        launcher = norms.launcher if norms else self._idle
         launcher.finish(buffer, results, table, request.max_norm, form)
         stopwatch.lap("finish")
         if norms and request.changes_gradients:

@@ -13,7 +13,7 @@ from .agreement import agree
 from .declarations import NOTHING_DECLARED, Declarations
 from .device_packing import DeviceLanes, pack_on_device
 from .failure import collectives_of
-from .finish import NOTHING, may_overflow
+from .finish import may_overflow
 from .meeting import meet
 from .pending_sums import measure_pending
 from .replica_spread import NO_SPREAD, ReplicaSpread, compare_replicas, warn_of_spread
@@ -78,15 +78,15 @@ class ReducedLanes:
         totals: One per rank set of the group's layout that contains this rank, or one of its pp
             group's.
         spread: How far the lanes of replicas are apart.
-        early: The total of this rank's own early sums.
+        early: The total of this rank's own early sums; None if it brought none.
         early_unsharded: Of those, the total of gradients that it holds whole.
     """
 
     votes: Votes | None
     totals: Mapping[RankSet, LaneTotal]
     spread: ReplicaSpread = NO_SPREAD
-    early: LaneTotal = NOTHING
-    early_unsharded: LaneTotal = NOTHING
+    early: LaneTotal | None = None
+    early_unsharded: LaneTotal | None = None
 
 
 def extend_layout(group: ReductionGroup, statement: Statement) -> Layout:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["measure", "scale_"]
 
-_Way = tuple[Callable[[list[torch.Tensor], float], None], torch.device | None, torch.dtype | None]
+_Scale = Callable[[list[torch.Tensor], float], Copies | None]
+_Way = tuple[_Scale, torch.device | None, torch.dtype | None]
 
 
 def measure(
@@ -96,7 +97,7 @@ def _measure_mixed(
 
 def scale_(
     tensors: Sequence[torch.Tensor], coef: float, *, foreach: bool, are_plain: bool = False
-) -> None:
+) -> Copies:
     """Multiply tensors in place, each in float32 arithmetic (float64 for float64) and rounded once.
 
     Args:
@@ -105,10 +106,14 @@ def scale_(
         coef: The clip coefficient.
         foreach: Whether to use multi-tensor kernels, else plain operators, one tensor at a time.
         are_plain: See `measure`.
+
+    Returns:
+        What it cost: copies up of tables, where device tensors were not those before.
     """
+    copies = Copies()
     if foreach and are_plain and tensors and host.is_available():
         host.scale_(tensors, coef)
-        return
+        return copies
     singly: list[torch.Tensor] = []
     groups: dict[_Way, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -118,9 +123,10 @@ def scale_(
         if tensor.dim() and tensor.layout == torch.strided:
             tensor.narrow(0, 0, 0).mul_(coef)  # nothing, but its class may refuse
     for (scale_group_, _, _), group in groups.items():
-        scale_group_(group, coef)
+        copies += scale_group_(group, coef) or Copies()
     for tensor in singly:
         tensor.mul_(coef)
+    return copies
 
 
 def _way_of(tensor: torch.Tensor) -> _Way | None:

@@ -111,6 +111,8 @@ class GradShards(Sequence[GradShard]):
     @functools.cached_property
     def host_bytes(self) -> int:
         """Bytes that one pass over those in host memory touches."""
+        if self.are_plain:
+            return sum(map(_nbytes_of, self.tensors))
         return sum(map(num_stored_bytes, filter(_is_cpu, self.tensors)))
 
     @functools.cached_property
@@ -261,6 +263,7 @@ def _are_dense(tensors: list[torch.Tensor]) -> bool:
 _dtype_of = operator.attrgetter("dtype")
 _layout_of = operator.attrgetter("layout")
 _is_cpu = operator.attrgetter("is_cpu")
+_nbytes_of = operator.attrgetter("nbytes")
 _is_meta = operator.attrgetter("is_meta")
 _known_reaches = KnownReaches()
 

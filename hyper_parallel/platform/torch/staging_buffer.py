@@ -52,6 +52,7 @@ class StagingBuffer:
             self._arrived = torch.empty_like(self._device[:numel])
         self._header_values: list[float] = []
 
+    @torch.inference_mode(mode=False)  # or views of the buffers cannot be made where they were not
     def reduce(
         self,
         packed: array[float],
@@ -92,6 +93,7 @@ class StagingBuffer:
             self._bring_down(down)
         return self._host[:down], Copies(h2d=1, collectives=1, d2h=1, host_syncs=1)
 
+    @torch.inference_mode(mode=False)
     def sum_on_device(
         self, header: list[float], packed: DeviceLanes, group: dist.ProcessGroup
     ) -> tuple[torch.Tensor, Copies]:

@@ -14,7 +14,7 @@ SpecForge#663 verl-omni#539 pytorch#46849 torchtitan#4135 fairscale#263 burn#569
 pytorch#133586 pytorch#60691 torchrec#4421 torchrec#3809 VeOmni#758 transformers#46113
 DeepSpeed#7967 DeepSpeed#5241 LlamaFactory#10640 pytorch#170862 twinkle#290 Megatron-LM#7338
 fairscale#1167 prismatic-vlms#35 NeMo-RL#1426 OLMo#261 transformers#614 prime-rl#3196
-Megatron-LM#5395
+Megatron-LM#5395 torchtitan#596 torchtitan#649 torchrec#3891
 """.split()  # noqa: SIM905 - a list of as many strings is harder to read
 
 

@@ -229,7 +229,7 @@ def test_two_thousand_small_shards_take_a_few_calls_each():
 
 @both
 def test_empty_shard_under_the_inf_norm(backend):
-    """torchrec#3809, #3891: 3 rows on 4 ranks."""
+    """torchrec#3809, torchrec#3891: 3 rows on 4 ranks."""
 
     def rank_main(rank):
         grad = torch.arange(1.0, 7.0).reshape(3, 2)

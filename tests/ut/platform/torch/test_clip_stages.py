@@ -27,7 +27,7 @@ def ones_of(backend):
 @both
 @pytest.mark.parametrize(("p", "norm"), [(2.0, 5.0), (1.0, 7.0), (math.inf, 4.0), (-math.inf, 3.0)])
 def test_two_stages_of_plain_tensors(backend, p, norm):
-    """torchtitan#596, #649."""
+    """torchtitan#596, torchtitan#649."""
 
     def rank_main(rank):
         pp = mesh_of(backend, (2,), ("pp",)).get_group()

@@ -45,8 +45,8 @@ class Row:
         wait_ms: The rest of its time of day: for copies, collectives, other ranks and a core.
         total_ms: Time of day from when the last rank has left a barrier to when the last is done.
         skew_ms: By how much the first rank leaves that barrier earlier; not part of the total.
-        scalar_path_ms: From partial norms on all ranks to the total norm, by itself; None for
-            those that cannot be stopped in between.
+        scalar_path_ms: From partial norms on all ranks to the total norm on all, by itself; None
+            for those that cannot be stopped in between.
         wrong: Whether the norm, or that of what the clip left, is off by more than WRONG_ABOVE.
     """
 
@@ -147,7 +147,8 @@ def _times(of_ranks: Sequence[Outcome]) -> dict[str, Any]:
     last_start = _slowest(of_ranks, lambda outcome: [s.start_s for s in outcome.samples])
     first_start = _slowest(of_ranks, lambda outcome: [-s.start_s for s in outcome.samples])
     last_end = _slowest(of_ranks, lambda outcome: [s.end_s for s in outcome.samples])
-    paths_s = _slowest(of_ranks, lambda outcome: outcome.scalar_paths_s)
+    path_start = _slowest(of_ranks, lambda outcome: [start for start, _ in outcome.scalar_paths])
+    path_end = _slowest(of_ranks, lambda outcome: [end for _, end in outcome.scalar_paths])
     return {
         "host_norm_ms": Spread.of(norm_s),
         "python_ms": Spread.of([max(0.0, seconds - passes_s) for seconds in cpu_s]),
@@ -155,7 +156,7 @@ def _times(of_ranks: Sequence[Outcome]) -> dict[str, Any]:
         "scale_ms": Spread.of(scale_s),
         "total_ms": Spread.of(_differences(last_end, last_start)),
         "skew_ms": Spread.of([a + b for a, b in zip(last_start, first_start, strict=True)]),
-        "scalar_path_ms": Spread.of(paths_s) if paths_s else None,
+        "scalar_path_ms": Spread.of(_differences(path_end, path_start)) if path_end else None,
     }
 
 

@@ -77,7 +77,7 @@ class Outcome:
     true_norm: float = 0.0
     post_clip_norm: float = 0.0
     samples: list[Sample] = field(default_factory=list)
-    scalar_paths_s: list[float] = field(default_factory=list)
+    scalar_paths: list[tuple[float, float]] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
 
 
@@ -124,11 +124,13 @@ def run_session(say: Say, plan: Plan) -> SessionResult:
     turns = random.Random(0)  # the same order on all ranks
     for turn in range(plan.repeats):
         for name in turns.sample(list(working), len(working)):
+            say(name)
             outcomes[name].samples.append(_time(working[name], everyone, clock, plan))
         say(f"measured {turn + 1}/{plan.repeats}")
     for name, adapter in working.items():
+        say(name)
         outcomes[name].seen += [_watch(adapter, everyone, clock) for _ in range(_NUM_PROBES)]
-        outcomes[name].scalar_paths_s += _time_scalar_path(adapter, everyone, plan.repeats)
+        outcomes[name].scalar_paths += _time_scalar_path(adapter, everyone, plan.repeats)
     limits_s = _measure_limits(case, everyone, clock)
     if plan.trace is not None:
         _write_trace(working, plan.trace, everyone)
@@ -192,19 +194,21 @@ def _watch(adapter: Adapter, everyone: dist.ProcessGroup, clock: Any) -> Seen:
     return seen
 
 
-def _time_scalar_path(adapter: Adapter, everyone: dist.ProcessGroup, repeats: int) -> list[float]:
-    """Time what follows the partial norms, from when all ranks have come so far."""
+def _time_scalar_path(
+    adapter: Adapter, everyone: dist.ProcessGroup, repeats: int
+) -> list[tuple[float, float]]:
+    """Time what follows the partial norms, from when all ranks have come so far: start and end."""
     adapter.before_scalar_path = functools.partial(dist.barrier, group=everyone)
-    taken = []
+    paths: list[tuple[float, float]] = []
     for _ in range(repeats):
         adapter.restore()
         adapter.clip_and_time_scalar_path()
         adapter.finish()
-        taken.append(adapter.scalar_path_s)
-        if taken[-1] is None:
+        if adapter.scalar_path is None:
             break
+        paths.append(adapter.scalar_path)
     adapter.before_scalar_path = lambda: None
-    return [seconds for seconds in taken if seconds is not None]
+    return paths
 
 
 def _measure_limits(case: Case, everyone: dist.ProcessGroup, clock: Any) -> dict[str, float]:

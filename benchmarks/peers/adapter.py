@@ -30,14 +30,15 @@ class Adapter:
         modules: What it imports, to be imported once before ranks are forked.
         is_peer: Whether it is somebody else's, to be run on another group if this one fails.
         before_scalar_path: Called by those that can when the partial norms are known.
-        scalar_path_s: Seconds of the last clip from there to the total norm, without that call.
+        scalar_path: When the last clip was back from that call, and when it had the total norm; by
+            `time.perf_counter`.
     """
 
     name: ClassVar[str]
     package: ClassVar[str | None] = None
     modules: ClassVar[tuple[str, ...]] = ()
     is_peer: ClassVar[bool] = True
-    scalar_path_s: float | None = None
+    scalar_path: tuple[float, float] | None = None
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -48,7 +49,7 @@ class Adapter:
         raise NotImplementedError
 
     def clip_and_time_scalar_path(self) -> None:
-        """Clip, call `before_scalar_path` on the way and set `scalar_path_s`, if that can be."""
+        """Clip, call `before_scalar_path` on the way and set `scalar_path`, if that can be."""
         self.clip()
 
     def finish(self) -> None:

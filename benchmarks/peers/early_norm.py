@@ -8,7 +8,7 @@ over 2^k ranks is the same again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,8 @@ class HyperParallelEarlyNorm(Adapter):
         for name, mesh in case.meshes.items():
             places = [i for i, spec in enumerate(case.layout.parameters) if spec.mesh == name]
             model = _LinearLoss([_gather(case.local_grads[i], mesh) for i in places])
-            fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+            policy = CPUOffloadPolicy(pin_memory=False)
+            fully_shard(model, mesh=mesh, offload_policy=policy, reshard_after_forward=False)
             for i, parameter in zip(places, model.weights, strict=True):
                 self.parameters[i] = parameter
             self._models.append(model)
@@ -90,7 +91,7 @@ class HyperParallelNoHostPass(HyperParallelEarlyNorm):
 
 
 class _LinearLoss(torch.nn.Module):
-    """Weights whose gradients are given: the loss is their product."""
+    """Weights whose gradients are given: the loss is their product, at weights of zero."""
 
     def __init__(self, grads: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -98,8 +99,23 @@ class _LinearLoss(torch.nn.Module):
         self.weights = torch.nn.ParameterList(torch.zeros(grad.shape) for grad in grads)
 
     def forward(self) -> torch.Tensor:
-        products = [(w * g).sum() for w, g in zip(self.weights, self._grads, strict=True)]
+        apply: Any = _Product.apply
+        products = [apply(w, g) for w, g in zip(self.weights, self._grads, strict=True)]
         return torch.stack(products).sum()
+
+
+class _Product(torch.autograd.Function):
+    """The sum of weight times gradient for a weight of zero, which need not be read for that."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        ctx.grad = grad
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, one: torch.Tensor) -> tuple[torch.Tensor, None]:
+        del one
+        return ctx.grad, None
 
 
 def _gather(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -35,19 +35,21 @@ class HyperParallel(Adapter):
         return self._clip().total_norm
 
     def clip_and_time_scalar_path(self) -> None:
-        reduce_lanes = vars(clip_grad)["reduce_lanes"]
-        waited_s = 0.0
+        pack = vars(clip_grad)["_pack"]  # the step that follows the partial norms
+        waited_s = start = 0.0
 
-        def reduce_after_hook(*args: Any) -> Any:
-            nonlocal waited_s
-            start = time.perf_counter()
+        def pack_after_hook(*args: Any) -> Any:
+            nonlocal waited_s, start
+            called = time.perf_counter()
             self.before_scalar_path()
-            waited_s = time.perf_counter() - start
-            return reduce_lanes(*args)
+            start = time.perf_counter()
+            waited_s = start - called
+            return pack(*args)
 
-        with mock.patch.object(clip_grad, "reduce_lanes", reduce_after_hook):
+        with mock.patch.object(clip_grad, "_pack", pack_after_hook):
             timings = self._clip().timings
-        self.scalar_path_s = sum(timings[step] for step in ("pack", "reduce", "finish")) - waited_s
+        path_s = sum(timings[step] for step in ("pack", "reduce", "finish")) - waited_s
+        self.scalar_path = start, start + path_s
 
     def _clip(self) -> hyper_parallel.ClipResult:
         return self._reducer.clip_(self.case.parameters, self.case.max_norm)

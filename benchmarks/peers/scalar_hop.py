@@ -51,7 +51,7 @@ class ScalarHop(Adapter):
                 bucket_sum = self._hop(bucket_sum, group)
             power_sum += bucket_sum
         total_norm = power_sum.sqrt()
-        self.scalar_path_s = time.perf_counter() - start
+        self.scalar_path = start, time.perf_counter()
         grads = self.case.local_grads
         coef = self.case.max_norm / (total_norm + 1e-6)
         torch._foreach_mul_(grads, coef.clamp(max=1.0))

@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/ScalarType.h>
 
 #include <functional>
@@ -62,6 +63,31 @@ void Unpack(const at::Tensor& packed, const TensorList& tensors) {
   }
 }
 
+// The largest sum that is made in one round, in which every rank sends all it has to every other, as
+// HCCL does between the cards of a server. gloo's ring takes 2 (size - 1) rounds one after the other;
+// with more ranks than cores each of those waits for a core, which no NPU does.
+constexpr int64_t kMostBytesInOneRound = 1 << 20;  // that a rank sends to all together
+
+bool CanSumInOneRound(const TensorList& tensors, const c10d::ReduceOp& op, int size) {
+  if (op != c10d::ReduceOp::SUM || tensors.size() != 1) {
+    return false;
+  }
+  const at::Tensor& tensor = tensors[0];
+  const bool is_number = c10::isFloatingType(tensor.scalar_type()) ||
+                         c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
+  return is_number && tensor.numel() > 0 &&
+         static_cast<int64_t>(tensor.nbytes()) * size <= kMostBytesInOneRound;
+}
+
+// Into `total`, from one row per rank.
+void AddInRankOrder(const at::Tensor& rows, const at::Tensor& total) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  total.copy_(rows[0].view(total.sizes()));
+  for (int64_t rank = 1; rank < rows.size(0); ++rank) {
+    total.add_(rows[rank].view(total.sizes()));
+  }
+}
+
 std::vector<int64_t> Numels(const TensorList& tensors) {
   std::vector<int64_t> numels;
   for (const at::Tensor& tensor : tensors) {
@@ -105,6 +131,9 @@ class HcclBackend final : public c10d::Backend {
     TensorList copies = buffers.InOuts(tensors);
     c10d::AllreduceOptions gloo_options = options;
     const bool is_average = ReplaceAverageBySum(&gloo_options);
+    if (CanSumInOneRound(copies, gloo_options.reduceOp, size_)) {
+      return SumInOneRound(buffers, copies[0], gloo_options, AverageOver(is_average, copies));
+    }
     return Launch("allreduce", OpType::ALLREDUCE, buffers,
                   [&] { return gloo_->allreduce(copies, gloo_options); },
                   AverageOver(is_average, copies));
@@ -303,6 +332,32 @@ class HcclBackend final : public c10d::Backend {
     stream_->Push(std::move(command), CollectiveCostUs(num_bytes));
     return c10::make_intrusive<HcclWork>(rank_, op_type, std::move(gloo_work), stream_->Mark(),
                                          buffers.npu_outputs(), wait_mode);
+  }
+
+  WorkPtr SumInOneRound(const CollectiveBuffers& buffers, const at::Tensor& total,
+                        const c10d::AllreduceOptions& options, std::function<void()> average) {
+    at::Tensor sent;
+    at::Tensor received;
+    {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      sent = total.flatten().expand({size_, total.numel()}).contiguous();
+      received = at::empty_like(sent);
+    }
+    c10d::AllToAllOptions all_to_all_options;
+    all_to_all_options.timeout = options.timeout;
+    std::vector<int64_t> equal_shares;
+    return Launch(
+        "allreduce", OpType::ALLREDUCE, buffers,
+        [&] {
+          return gloo_->alltoall_base(received, sent, equal_shares, equal_shares,
+                                      all_to_all_options);
+        },
+        [received, total, average = std::move(average)] {
+          AddInRankOrder(received, total);
+          if (average) {
+            average();
+          }
+        });
   }
 
   std::function<void()> AverageOver(bool is_average, TensorList tensors) const {

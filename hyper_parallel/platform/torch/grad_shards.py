@@ -207,7 +207,7 @@ def _collect_one_by_one(parameters: ParameterList, *, writable: bool) -> GradSha
 
 
 def _collect_at_once(parameters: ParameterList) -> GradShards | None:
-    """Collect DTensors with dense shards of their own, the usual case, many at a time.
+    """Collect DTensors and plain tensors that are dense, the usual case, many at a time.
 
     Well under a microsecond for each (benchmarks/host_bandwidth.py --python), of which the loop
     that takes all other cases needs a dozen. None if any is otherwise.
@@ -224,16 +224,16 @@ def _collect_at_once(parameters: ParameterList) -> GradShards | None:
         if not all(map(operator.is_not, grads, itertools.repeat(None))):
             present = [i for i, grad in zip(positions, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
-        if not set(map(type, grads)) <= {DTensor}:
+        if not set(map(type, grads)) <= {DTensor, torch.Tensor}:
             return None
-        dtensors = cast("list[DTensor]", grads)
-        locals_ = local_tensors(dtensors)
+        found = cast("list[torch.Tensor]", grads)
+        locals_ = local_tensors(found)
         on_cpu = all(map(_is_cpu, locals_))
         if not (_are_dense(locals_) and (on_cpu or not any(map(_is_meta, locals_)))):
             return None
         ids.update(map(id, grads))
         shards.tensors += locals_
-        shards.reaches += _known_reaches.of(dtensors)
+        shards.reaches += _known_reaches.of(found)
         shards.positions += present
         shards.are_plain &= on_cpu
     if len(ids) < len(shards) or any(r.fault or r.pending for r in shards.distinct_reaches):
@@ -246,7 +246,12 @@ def _grads_at_once(tensors: Sequence[object]) -> list[object] | None:
         return None
     if any(map(hasattr, tensors, itertools.repeat("main_grad"))):
         return None
-    return list(map(getattr, tensors, itertools.repeat("grad"), itertools.repeat(None)))
+    grads = list(map(getattr, tensors, itertools.repeat("grad"), itertools.repeat(None)))
+    if torch.Tensor in set(map(type, grads)):
+        pairs = zip(tensors, grads, strict=True)
+        if any(type(grad) is torch.Tensor and isinstance(owner, DTensor) for owner, grad in pairs):
+            return None  # its placements are the parameter's
+    return grads
 
 
 def _are_dense(tensors: list[torch.Tensor]) -> bool:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from hyper_parallel.kernels import host, triton
 
@@ -57,7 +56,7 @@ def lane_uses(
     reasons: dict[RankSet, set[str]] = {}
     for tensor, reach in zip(shards.tensors, shards.reaches, strict=True):
         rank_set = _rank_set_of(reach, layout)
-        [local] = local_tensors([tensor]) if isinstance(tensor, DTensor) else [tensor]
+        [local] = local_tensors([tensor])
         found.setdefault(rank_set, []).append(local.numel() * local.element_size())
         reasons.setdefault(rank_set, set()).add(_reason(reach, rank_set, stages))
     uses = {

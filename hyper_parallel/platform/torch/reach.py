@@ -143,17 +143,17 @@ class KnownReaches:
         self._specs: dict[int, object] = {}  # keeps them alive, so that no other has their id
         self._reaches: dict[int, Reach] = {}
 
-    def of(self, dtensors: Sequence[DTensor]) -> list[Reach]:
-        """Return one reach for each."""
+    def of(self, tensors: Sequence[torch.Tensor]) -> list[Reach]:
+        """Return one reach for each, DTensor or not."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         if rank != self._rank or len(self._specs) > self._MOST:
             self._specs.clear()
             self._reaches.clear()
             self._rank = rank
-        found = specs(dtensors)
+        found = specs(tensors)
         reaches = list(map(self._reaches.get, map(id, found)))
         for i, reach in enumerate(reaches) if None in reaches else ():
             if reach is None:
                 self._specs[id(found[i])] = found[i]
-                reaches[i] = self._reaches[id(found[i])] = reach_of(dtensors[i])
+                reaches[i] = self._reaches[id(found[i])] = reach_of(tensors[i])
         return cast("list[Reach]", reaches)

@@ -6,6 +6,7 @@ Each function says which torch versions it was read in, so that a rename upstrea
 from __future__ import annotations
 
 import datetime
+import itertools
 import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar, cast
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 from torch.distributed.distributed_c10d import _get_process_group_store
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 if TYPE_CHECKING:
@@ -80,19 +81,20 @@ def is_sharded(placement: Placement) -> bool:
     return isinstance(placement, (Shard, _StridedShard))
 
 
-def local_tensors(dtensors: Iterable[DTensor]) -> list[torch.Tensor]:
-    """Return the shards, without `to_local`'s microseconds and autograd node (2.9 to 2.13)."""
-    return list(map(_local_tensor, dtensors))
+def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the shards, without `to_local`'s microseconds and autograd node (2.9 to 2.13).
+
+    Of what is no DTensor, itself.
+    """
+    return list(map(getattr, tensors, itertools.repeat("_local_tensor"), tensors))
 
 
-def specs(dtensors: Iterable[DTensor]) -> list[object]:
-    """Return each one's mesh and placements, as one object (torch 2.9 to 2.13)."""
-    return list(map(_spec, dtensors))
+def specs(tensors: Iterable[torch.Tensor]) -> list[object]:
+    """Return each one's mesh and placements, as one object (torch 2.9 to 2.13), or None."""
+    return list(map(getattr, tensors, itertools.repeat("_spec"), itertools.repeat(None)))
 
 
 _version = operator.attrgetter("_version")
-_local_tensor = operator.attrgetter("_local_tensor")
-_spec = operator.attrgetter("_spec")
 
 
 def all_gather_rows(output: torch.Tensor, row: torch.Tensor, group: dist.ProcessGroup) -> None:

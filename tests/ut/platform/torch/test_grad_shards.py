@@ -170,6 +170,12 @@ def spoil(params, case):
         params[1501].main_grad = torch.zeros(4, dtype=torch.int64)
     if case == "no-tensor":
         params.append(3)
+    if case == "grad-without-mesh":
+        params[1502].grad = torch.ones(4)
+    if case == "some-whole":
+        for index in range(0, 2100, 9):
+            params[index] = torch.zeros(3, requires_grad=True)
+            params[index].grad = torch.full((3,), float(index))
     if case == "pending":
         placements = [Partial()]
         mesh = params[0].device_mesh
@@ -186,7 +192,19 @@ def outcome_of(listed):
 
 
 @pytest.mark.parametrize(
-    "case", ["plain", "gaps", "twice", "main-grad", "fault", "no-tensor", "pending", "gradients"]
+    "case",
+    [
+        "plain",
+        "gaps",
+        "twice",
+        "main-grad",
+        "fault",
+        "no-tensor",
+        "pending",
+        "gradients",
+        "some-whole",
+        "grad-without-mesh",
+    ],
 )
 def test_collecting_many_at_once_is_like_one_by_one(case):
     """The quick way must find what the loop finds, or leave the list to it."""
@@ -208,7 +226,7 @@ def test_collecting_many_at_once_is_like_one_by_one(case):
 
     for is_quick, quickly, one_by_one in run_ranks(rank_main, 2):
         assert quickly == one_by_one
-        assert is_quick == (case in ("plain", "gaps", "gradients"))
+        assert is_quick == (case in ("plain", "gaps", "gradients", "some-whole"))
 
 
 def test_reaches_are_not_remembered_across_ranks():

@@ -67,6 +67,20 @@ def test_all_reduce_serves_every_operation(op: dist.ReduceOp.RedOpType, expected
     assert ranks(fn) == [expected] * 2
 
 
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG], ids=["sum", "avg"])
+@pytest.mark.parametrize("numel", [6, 6 << 15], ids=["one-round", "ring"])
+def test_all_reduce_adds_small_and_large_tensors_alike(
+    numel: int, op: dist.ReduceOp.RedOpType
+) -> None:
+    def fn(rank: int) -> bool:
+        addend = (torch.arange(numel) % 1000).float().view(2, -1)
+        total = (addend * (1 + rank)).to("npu")
+        dist.all_reduce(total, op=op)
+        return torch.equal(total.cpu(), addend * (6 if op == dist.ReduceOp.SUM else 2))
+
+    assert ranks(fn, 3) == [True] * 3
+
+
 def all_gather(rank: int) -> list[float]:
     outputs = [torch.zeros(2, device="npu") for _ in range(2)]
     dist.all_gather(outputs, device_range(2, 10 * rank))

@@ -43,18 +43,25 @@ def agree(group: ReductionGroup, statement: Statement) -> Layout:
     """
     known = set(group.layout.lane_of) if group.layout else set()
     new = _new_sets(statement, known)
-    rows = [_Row.parse(row) for row in group.gather_ints(_to_ints(statement, new))]
-    published = _publish(group, new, rows)
-    lanes = known | {published[digest] for row in rows for digest in row.lanes}
+    # Thousands of ranks make few different statements: each is read once.
+    gathered = list(map(tuple, group.gather_ints(_to_ints(statement, new))))
+    speakers: dict[tuple[int, ...], int] = {}  # the lowest rank that makes each
+    for group_rank, ints in enumerate(gathered):
+        speakers.setdefault(ints, group_rank)
+    distinct = {ints: _Row.parse(ints) for ints in speakers}
+    published = _publish(group, new, {speakers[ints]: row for ints, row in distinct.items()})
+    lanes = known | {published[digest] for row in distinct.values() for digest in row.lanes}
     pipelines = group.layout.pipelines if group.layout else ()
     unions = dict(group.layout.unions) if group.layout else {}
     # Where a rank failed all will raise its error, to which any other would be a consequence.
-    if all(row.is_complete for row in rows):
+    if all(row.is_complete for row in distinct.values()):
+        rows = map(distinct.__getitem__, gathered)
         stated = [published[row.stages] if row.stages else None for row in rows]
         pipeline = _agree_on_stages(group, stated)
         if pipeline:
             pipelines = (*(p for p in pipelines if p != pipeline), pipeline)
-        agreed = _resolve_unions(group, [row.unions_of(published) for row in rows])
+        stated_unions = {ints: row.unions_of(published) for ints, row in distinct.items()}
+        agreed = _resolve_unions(group, [stated_unions[ints] for ints in gathered])
         if any(unions.get(union, rank_set) != rank_set for union, rank_set in agreed.items()):
             unions.clear()  # of another model, with which this one shares some of them
         unions |= agreed
@@ -133,11 +140,14 @@ def _to_ints(statement: Statement, new: Mapping[int, tuple[RankSet, bool]]) -> l
 
 
 def _publish(
-    group: ReductionGroup, new: Mapping[int, tuple[RankSet, bool]], rows: Sequence[_Row]
+    group: ReductionGroup, new: Mapping[int, tuple[RankSet, bool]], rows: Mapping[int, _Row]
 ) -> dict[int, RankSet]:
-    """Return the members of every announced set, each written by its speaker into a sum."""
+    """Return the members of every announced set, each written by its speaker into a sum.
+
+    `rows` has the lowest rank of each statement, in rising order.
+    """
     speakers: dict[int, tuple[int, int]] = {}
-    for group_rank, row in enumerate(rows):
+    for group_rank, row in rows.items():
         for digest, size in row.sizes.items():
             speakers.setdefault(digest, (group_rank, size))
     if not speakers:

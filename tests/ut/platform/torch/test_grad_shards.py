@@ -159,28 +159,27 @@ def test_only_writable_gradients_are_collected_for_scaling():
 
 def spoil(params, case):
     """Change a list of DTensor parameters so that the quick way may not take all of it."""
-    if case == "gaps":
-        for param in params[5::7]:
-            param.grad = None
-    if case == "twice":
-        params += params[3:5]
-    if case == "main-grad":
-        params[1500].main_grad = torch.ones(4)
-    if case == "fault":
-        params[1501].main_grad = torch.zeros(4, dtype=torch.int64)
-    if case == "no-tensor":
-        params.append(3)
-    if case == "grad-without-mesh":
-        params[1502].grad = torch.ones(4)
-    if case == "some-whole":
-        for index in range(0, 2100, 9):
-            params[index] = torch.zeros(3, requires_grad=True)
-            params[index].grad = torch.full((3,), float(index))
-    if case == "pending":
-        placements = [Partial()]
-        mesh = params[0].device_mesh
-        addend = DTensor.from_local(torch.ones(4), mesh, placements, run_check=False)
-        params[7].grad = addend
+    match case:
+        case "gaps":
+            for param in params[5::7]:
+                param.grad = None
+        case "twice":
+            params += params[3:5]
+        case "main-grad" | "fault":
+            dtype = torch.float32 if case == "main-grad" else torch.int64
+            params[1500].main_grad = torch.ones(4, dtype=dtype)
+        case "no-tensor":
+            params.append(3)
+        case "grad-without-mesh":
+            params[1502].grad = torch.ones(4)
+        case "some-whole":
+            for index in range(0, 2100, 9):
+                params[index] = torch.zeros(3, requires_grad=True)
+                params[index].grad = torch.full((3,), float(index))
+        case "pending":
+            mesh = params[0].device_mesh
+            addend = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
+            params[7].grad = addend
 
 
 def outcome_of(listed):

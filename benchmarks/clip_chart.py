@@ -29,6 +29,7 @@ def draw_clips(layouts: Sequence[tuple[str, Sequence[Row]]], path: str) -> None:
         figsize=(10, sum(heights)),
         squeeze=False,
         gridspec_kw={"height_ratios": heights},
+        layout="constrained",
     )
     for panel, (layout, rows) in zip(panels[:, 0], layouts, strict=True):
         for place, row in enumerate(rows):
@@ -46,8 +47,7 @@ def draw_clips(layouts: Sequence[tuple[str, Sequence[Row]]], path: str) -> None:
         panel.invert_yaxis()
         panel.set_title(layout, fontsize=9, loc="left")
     bars, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(bars, labels, fontsize=8, loc="upper right", ncols=2)
+    figure.legend(bars, labels, fontsize=8, loc="outside upper center", ncols=len(labels))
     panels[-1, 0].set_xlabel("ms, medians; the slowest rank's CPU time by kind, and its wait")
-    figure.tight_layout()
-    figure.savefig(path, dpi=60)
+    figure.savefig(path, dpi=80)
     pyplot.close(figure)

@@ -31,7 +31,9 @@ _HOST_PASSES = ("host norm", "scale")
 def draw_predictions(predictions: Sequence[Prediction], model: Model, path: str) -> None:
     """Draw a column per machine: all terms above, below those that are left without host passes."""
     machines = load_machines()
-    figure, panels = pyplot.subplots(2, len(machines), figsize=(15, 9), sharey="row")
+    figure, panels = pyplot.subplots(
+        2, len(machines), figsize=(15, 9), sharey="row", layout="constrained"
+    )
     for column, machine in enumerate(machines.values()):
         own = [p for p in predictions if p.machine == machine.key and p.ranks in _SHOWN_RANKS]
         _draw_panel(panels[0, column], own, tuple(_COLORS))
@@ -40,15 +42,13 @@ def draw_predictions(predictions: Sequence[Prediction], model: Model, path: str)
     panels[0, 0].set_ylabel("ms per clip, all terms")
     panels[1, 0].set_ylabel("ms per clip, host passes left out (log)")
     bars, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(bars, labels, fontsize=8, loc="upper right", ncols=3)
+    figure.legend(bars, labels, fontsize=9, loc="outside lower center", ncols=len(labels))
     figure.suptitle(
         f"Modelled: clipping {model.elements / 1e9:.1f}e9 float32 elements per rank on the host, "
         f"{model.buckets} buckets x {model.dims} mesh dims. Bars: typical; lines: low to high",
-        fontsize=10,
-        x=0.35,
+        fontsize=12,
     )
-    figure.tight_layout()
-    figure.savefig(path, dpi=70)
+    figure.savefig(path, dpi=90)
     pyplot.close(figure)
 
 
@@ -78,7 +78,7 @@ _Cell = tuple[float, str, _Terms, _Terms, _Terms]
 
 
 def _cells(predictions: Sequence[Prediction], terms: Sequence[str]) -> Iterator[_Cell]:
-    """Yield place, label and the terms at all three levels, by ranks and method."""
+    """Yield place, method and the terms at all three levels, by ranks and method."""
     methods = list(dict.fromkeys(p.method for p in predictions))
     by_cell = {(p.ranks, p.method, p.level): p.terms_ms for p in predictions}
     for group, ranks in enumerate(_SHOWN_RANKS):
@@ -88,7 +88,7 @@ def _cells(predictions: Sequence[Prediction], terms: Sequence[str]) -> Iterator[
             )
             yield (
                 group + 0.2 * (i - (len(methods) - 1) / 2),
-                f"{method}, {ranks}",
+                method,
                 low,
                 typical,
                 high,
@@ -101,4 +101,8 @@ def _finish(panel: Any, cells: Sequence[_Cell]) -> None:
         total = sum(typical.values())
         ends = [[total - sum(low.values())], [sum(high.values()) - total]]
         panel.errorbar([place], [total], yerr=ends, color="black", linewidth=0.8, capsize=2)
-    panel.set_xticks([c[0] for c in cells], [c[1] for c in cells], rotation=90, fontsize=7)
+    panel.set_xticks([c[0] for c in cells], [c[1] for c in cells], rotation=90, fontsize=8)
+    groups = panel.secondary_xaxis("top")
+    groups.set_xticks(range(len(_SHOWN_RANKS)), [f"{n} ranks" for n in _SHOWN_RANKS], fontsize=8)
+    groups.tick_params(length=0)
+    panel.set_xlim(-0.5, len(_SHOWN_RANKS) - 0.5)

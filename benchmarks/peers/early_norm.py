@@ -1,8 +1,8 @@
 """This repository's clip with norms that were taken on the device, before FSDP2's offload.
 
 That needs a backward pass of FSDP2 for each clip, whose loss is made so that its gradients are the
-case's to the bit: every rank's gradient of a parameter is the whole one, of which FSDP2's average
-over 2^k ranks is the same again.
+case's to the bit: the gradients of one rank are the whole ones times the number of ranks, those of
+the others zero, and that number is a power of two, so that no order of FSDP2's average rounds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class HyperParallelEarlyNorm(Adapter):
         self.parameters: list[torch.nn.Parameter] = [torch.nn.Parameter()] * len(case.parameters)
         for name, mesh in case.meshes.items():
             places = [i for i, spec in enumerate(case.layout.parameters) if spec.mesh == name]
-            model = _LinearLoss([_gather(case.local_grads[i], mesh) for i in places])
+            addend = mesh.size() if not any(mesh.get_coordinate() or ()) else 0
+            wholes = [_gather(case.local_grads[i], mesh) for i in places]
+            model = _LinearLoss([whole * addend for whole in wholes])
             policy = CPUOffloadPolicy(pin_memory=False)
             fully_shard(model, mesh=mesh, offload_policy=policy, reshard_after_forward=False)
             for i, parameter in zip(places, model.weights, strict=True):

@@ -22,8 +22,8 @@ _RESULTS = _HERE / "results"
 # Ranks, scale of the shards, repeats. Eight ranks share two cores; kimi_k2 runs on one rank per
 # core, with shards that are large enough for the model to be extrapolated from.
 _SETTINGS = {
-    "fsdp8": (8, 1.0, 15),
-    "hsdp2x4": (8, 1.0, 15),
+    "fsdp8": (8, 0.25, 15),
+    "hsdp2x4": (8, 0.25, 15),
     "tp2_ep2": (8, 0.5, 15),
     "multi_component": (8, 1.0, 15),
     "kimi_k2": (2, 0.005, 9),

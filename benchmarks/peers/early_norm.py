@@ -50,7 +50,7 @@ class HyperParallelEarlyNorm(Adapter):
             places = [i for i, spec in enumerate(case.layout.parameters) if spec.mesh == name]
             addend = mesh.size() if not any(mesh.get_coordinate() or ()) else 0
             wholes = [_gather(case.local_grads[i], mesh) for i in places]
-            model = _LinearLoss([whole * addend for whole in wholes])
+            model = _LinearLoss([whole.mul_(addend) for whole in wholes])
             policy = CPUOffloadPolicy(pin_memory=False)
             fully_shard(model, mesh=mesh, offload_policy=policy, reshard_after_forward=False)
             for i, parameter in zip(places, model.weights, strict=True):

@@ -49,5 +49,5 @@ def draw_clips(layouts: Sequence[tuple[str, Sequence[Row]]], path: str) -> None:
     bars, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(bars, labels, fontsize=8, loc="outside upper center", ncols=len(labels))
     panels[-1, 0].set_xlabel("ms, medians; the slowest rank's CPU time by kind, and its wait")
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=65)
     pyplot.close(figure)

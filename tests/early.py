@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -12,20 +13,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
 from hyper_parallel import ClipResult, NormBeforeOffload, NormReducer
-from tests.reference import exact_pow_sum
+from tests.ranks import run_ranks
+from tests.reference import assert_rounds_sqrt, exact_pow_sum
 from tests.sharding import local_grad, mesh_of
 
 __all__ = [
+    "ALL",
     "COUNTS",
     "Model",
+    "assert_right",
     "compare",
     "counts_of",
     "exact",
+    "grads",
     "local_grad",
+    "measured",
+    "num_groups",
     "offloaded",
+    "params",
+    "run_case",
     "train_once",
 ]
 
+ALL = 8  # parameters of Model
 COUNTS = ("h2d", "collectives", "d2h", "host_syncs")
 
 
@@ -90,3 +100,26 @@ def counts_of(counters: dict[str, int]) -> list[int]:
 
 def num_groups(model: nn.Module) -> int:
     return sum(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def grads(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def params(model: nn.Module) -> list[nn.Parameter]:
+    return list(model.parameters())
+
+
+def run_case(case: Callable[[int], Any], num_ranks: int = 2) -> list[Any]:
+    return run_ranks(case, num_ranks, backend="hccl", timeout_s=30)
+
+
+def assert_right(results: list[tuple[float, Any]]) -> None:
+    """Each rank's norm and exact sum of squares."""
+    for norm, _ in results:
+        assert_rounds_sqrt(torch.tensor(norm), sum(part for _, part in results))
+
+
+def measured(model: nn.Module) -> tuple[Any, Any]:
+    truth = exact(model.parameters())
+    return NormReducer(model).clip_(model.parameters(), math.inf), truth

@@ -17,22 +17,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel import NormBeforeOffload, NormReducer, get_total_norm
-from tests.early import Model, exact, local_grad, offloaded, train_once
+from hyper_parallel import NormBeforeOffload, NormReducer
+from tests.early import (
+    ALL,
+    Model,
+    assert_right,
+    exact,
+    grads,
+    local_grad,
+    measured,
+    offloaded,
+    params,
+    run_case,
+    train_once,
+)
 from tests.ranks import run_ranks
 from tests.reference import assert_rounds_sqrt
 
 pytestmark = pytest.mark.simnpu
-
-ALL = 8  # parameters of the model
-
-
-def grads(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def params(model: nn.Module) -> list[nn.Parameter]:
-    return list(model.parameters())
 
 
 def scale_by_raw_pointer(model: nn.Module) -> None:
@@ -104,6 +106,8 @@ EDITS: dict[str, Callable[[nn.Module], object]] = {
     "gone, then backward": lambda model: (model.zero_grad(), train_once(model, 2)),
     "nothing": lambda model: None,
 }
+
+
 # How many early norms are left; the rest of the cases change all gradients.
 LEFT = {
     "set to None": ALL - 1,
@@ -150,21 +154,6 @@ def test_norm_is_right_after(outcomes, name):
     )
     if name != "all-reduced by hand":
         assert num_early == LEFT.get(name, 0), reasons
-
-
-def run_case(case: Callable[[int], Any], num_ranks: int = 2) -> list[Any]:
-    return run_ranks(case, num_ranks, backend="hccl", timeout_s=30)
-
-
-def assert_right(results: list[tuple[float, Any]]) -> None:
-    """Each rank's norm and exact sum of squares."""
-    for norm, _ in results:
-        assert_rounds_sqrt(torch.tensor(norm), sum(part for _, part in results))
-
-
-def measured(model: nn.Module) -> tuple[Any, Any]:
-    truth = exact(model.parameters())
-    return NormReducer(model).clip_(model.parameters(), math.inf), truth
 
 
 def test_scaled_gradient_of_mostly_zeros_is_seen():
@@ -241,31 +230,6 @@ def test_gradients_scaled_by_the_optimizer():
     assert_right(run_case(case))
 
 
-def test_optimizer_in_backward():
-    """Hooks that run as soon as a gradient is there, one of which frees it."""
-
-    def case(rank):
-        torch.manual_seed(0)
-        model = offloaded(Model())
-        NormBeforeOffload(model)
-        middle = list(model.middle.parameters())
-        optimizer = torch.optim.SGD(middle[:1], lr=0.1)
-
-        def step(param):
-            optimizer.step()
-            param.grad = None
-
-        middle[0].register_post_accumulate_grad_hook(step)
-        middle[1].register_post_accumulate_grad_hook(lambda param: param.grad.data.mul_(2.0))
-        train_once(model, 1)
-        result, truth = measured(model)
-        assert result.host_passes == {"has hooks that may change it": 1}
-        assert result.num_early == ALL - 2
-        return result.total_norm.item(), truth
-
-    assert_right(run_case(case))
-
-
 def test_raw_write_that_spares_the_samples_needs_invalidate():
     def case(rank):
         torch.manual_seed(0)
@@ -309,41 +273,6 @@ def test_ranks_need_not_decide_alike():
     assert_right(results)
 
 
-def test_accumulation_without_sync_keeps_the_early_norm():
-    def case(rank):
-        torch.manual_seed(0)
-        model = offloaded(Model())
-        NormBeforeOffload(model)
-        for micro_batch in range(3):
-            model.set_requires_gradient_sync(micro_batch == 2)
-            train_once(model, micro_batch)
-        result, truth = measured(model)
-        assert result.num_early == ALL
-        return result.total_norm.item(), truth
-
-    assert_right(run_case(case))
-
-
-def test_missing_zero_grad_and_two_synced_backwards():
-    def case(rank):
-        torch.manual_seed(0)
-        model = offloaded(Model())
-        NormBeforeOffload(model)
-        results = []
-        for step in range(3):
-            train_once(model, step)
-            result, truth = measured(model)
-            assert result.num_early == (ALL if step == 0 else 0)
-            if step:
-                reasons = {"was accumulated over several reductions": ALL}
-                assert result.host_passes == reasons
-            results.append((result.total_norm.item(), truth))
-        return results
-
-    for step_results in zip(*run_case(case), strict=True):
-        assert_right(step_results)
-
-
 def test_old_gradient_put_back_is_not_taken_for_the_new_one():
     def case(rank):
         torch.manual_seed(0)
@@ -357,89 +286,6 @@ def test_old_gradient_put_back_is_not_taken_for_the_new_one():
             param.grad = grad
         result, truth = measured(model)
         assert result.num_early == ALL - 4
-        return result.total_norm.item(), truth
-
-    assert_right(run_case(case))
-
-
-class Branches(nn.Module):
-    """Two branches, of which a forward takes one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(13, 5)
-        self.second = nn.Linear(13, 5)
-        self.takes_both = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.first(x) + self.second(x) if self.takes_both else self.first(x)
-
-
-@pytest.mark.parametrize("case", ["unused", "zeros for unused", "frozen", "thawed"])
-def test_parameters_without_gradient_in_the_group(case):
-    def rank_main(rank):
-        torch.manual_seed(0)
-        model = Branches()
-        if case in ("frozen", "thawed"):
-            model.second.requires_grad_(requires_grad=False)
-        offloaded(model)
-        if case == "zeros for unused":
-            model.set_reduce_scatter_unused_params(reduce_scatter_unused_params=True)
-        NormBeforeOffload(model)
-        train_once(model, 0)
-        if case == "thawed":
-            model.zero_grad()
-            model.second.requires_grad_()
-            model.takes_both = True
-            train_once(model, 1)
-        result, truth = measured(model)
-        assert result.num_early == {
-            "unused": 0, "zeros for unused": 4, "frozen": 2, "thawed": 4
-        }[case]  # fmt: skip
-        return result.total_norm.item(), truth
-
-    assert_right(run_case(rank_main))
-
-
-def test_several_models_in_one_list_and_one_without_the_hook():
-    def case(rank):
-        torch.manual_seed(0)
-        models = [offloaded(Model()) for _ in range(3)]
-        for model in models[:2]:
-            NormBeforeOffload(model)
-        for seed, model in enumerate(models):
-            train_once(model, seed)
-        together = [p for model in models for p in model.parameters()]
-        result = NormReducer().clip_(together, math.inf)
-        assert result.num_early == 2 * ALL
-        assert result.host_passes == {"was not reduced by a module with the hook": ALL}
-        one = get_total_norm([p.grad for p in models[1].parameters()])
-        return (result.total_norm.item(), exact(together)), (
-            one.item(),
-            exact(models[1].parameters()),
-        )
-
-    for results in zip(*run_case(case), strict=True):
-        assert_right(results)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing(use_reentrant):
-    from torch.utils.checkpoint import checkpoint
-
-    class Checkpointed(Model):
-        def forward(self, x):
-            hidden = self.up(self.embedding(x))
-            again = checkpoint(self.middle, hidden, use_reentrant=use_reentrant)
-            return self.down(hidden + again)
-
-    def case(rank):
-        torch.manual_seed(0)
-        model = offloaded(Checkpointed())
-        NormBeforeOffload(model)
-        train_once(model, 1)
-        result, truth = measured(model)
-        assert result.num_early == ALL
         return result.total_norm.item(), truth
 
     assert_right(run_case(case))

@@ -1,9 +1,8 @@
-"""Norms taken before the offload are those of the host pass, on every layout, and cost nothing."""
+"""Norms taken before the offload are those of the host pass, on every layout."""
 
 from __future__ import annotations
 
 import math
-import weakref
 
 import pytest
 import torch
@@ -13,16 +12,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Shard
 
 from hyper_parallel import NormBeforeOffload, NormReducer, clip_grad_norm_
-from hyper_parallel.testing import simnpu
-from tests.early import Model, compare, counts_of, exact, num_groups, offloaded, train_once
+from tests.early import ALL, Model, compare, exact, offloaded, train_once
 from tests.ranks import run_ranks
 from tests.reference import assert_rounds_sqrt
 from tests.sharding import mesh_of
 
 pytestmark = pytest.mark.simnpu
 
-ALL = 8  # parameters of Model
+
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
 POLICIES = {
     "fp32": (F32, {}),
     "fp32 shards, bf16 compute, fp32 reduce": (F32, {"param_dtype": BF16, "reduce_dtype": F32}),
@@ -33,6 +33,8 @@ POLICIES = {
     "fp16 shards": (F16, {}),
     "fp16 shards, fp32 reduce": (F16, {"reduce_dtype": F32}),
 }
+
+
 MESHES = {"1-D": (4,), "HSDP": (2, 2), "HSDP of 1": (4, 1), "DDP": (1, 4)}
 
 
@@ -209,136 +211,6 @@ def test_replicas_that_differ_are_seen():
     assert results[0][1] > 1e-3
 
 
-def test_clip_costs_one_reduce_and_backward_one_asynchronous_copy_a_group():
-    """The counters of the simulated NPU, with and without the hook."""
-
-    def rank_main(rank):
-        torch.manual_seed(0)
-        model = offloaded(Model())
-        reducer = NormReducer(model)
-        early = NormBeforeOffload(model)
-        backward, clips = {}, []
-        for attached in (False, True, True):
-            (early.attach if attached else early.detach)()
-            for _ in range(2):  # of each the second: buffers are there
-                model.zero_grad()
-                simnpu.reset_counters()
-                train_once(model, 1)
-                backward[attached] = simnpu.counters()
-                simnpu.reset_counters()
-                result = reducer.clip_(model.parameters(), math.inf)
-                counters = simnpu.counters()
-            counts = counts_of(counters)
-            assert counts == [
-                result.copies.h2d,
-                result.copies.collectives,
-                result.copies.d2h,
-                result.copies.host_syncs,
-            ]
-            assert counters["early_rewrites"] == 0
-            clips.append((counts, result.host_bytes_read, counters["kernels"]))
-        groups = num_groups(model)
-        without, with_hook = backward[False], backward[True]
-        assert with_hook["host_syncs"] == without["host_syncs"]
-        assert with_hook["collectives"] == without["collectives"]
-        assert with_hook["h2d"] == without["h2d"]
-        assert with_hook["d2h"] == without["d2h"] + groups
-        assert with_hook["d2h_async"] == without["d2h_async"] + groups
-        assert with_hook["early_rewrites"] == 0
-        one_pass = sum(p.grad.to_local().nbytes for p in model.parameters())
-        assert [clip[:2] for clip in clips] == [
-            ([1, 1, 1, 1], one_pass),
-            ([0, 1, 1, 1], 0),
-            ([0, 1, 1, 1], 0),
-        ]
-        return clips[2][2]
-
-    kernels = run_ranks(rank_main, 2, backend="hccl")
-    assert max(kernels) < 100  # whatever the number of gradients, see the next test
-
-
-def test_launches_of_a_clip_do_not_grow_with_the_parameters():
-    def rank_main(rank):
-        counts = []
-        for num_layers in (1, 12):
-            torch.manual_seed(0)
-            model = offloaded(nn.Sequential(*(nn.Linear(13, 13) for _ in range(num_layers))))
-            NormBeforeOffload(model)
-            reducer = NormReducer(model)
-            for _ in range(2):
-                model.zero_grad()
-                train_once(model, 1)
-                simnpu.reset_counters()
-                result = reducer.clip_(model.parameters(), math.inf)
-            assert result.num_early == 2 * num_layers
-            counts.append(simnpu.counters()["kernels"])
-        return counts
-
-    for few, many in run_ranks(rank_main, 2, backend="hccl"):
-        assert few == many
-
-
-def train_five_steps(scaling, max_norm):
-    """Return losses and parameters; `features` are early norms and scaling in the step."""
-    torch.manual_seed(0)
-    model = offloaded(Model())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    reducer = NormReducer(model)
-    early = NormBeforeOffload(model) if scaling == "features" else None
-    losses = []
-    for step in range(5):
-        optimizer.zero_grad()
-        generator = torch.Generator().manual_seed(step)
-        loss = model(torch.randn(6, 13, generator=generator).to("npu")).square().sum()
-        loss.backward()
-        if scaling == "divided by hand":
-            norm = reducer.clip_(model.parameters(), math.inf).total_norm
-            divisor = 1.0 / min(1.0, (max_norm / (norm + 1e-6)).item())
-            for param in model.parameters():
-                param.grad.to_local().div_(torch.tensor(divisor))
-        else:
-            with_optimizer = {"optimizer": optimizer} if early else {}
-            result = reducer.clip_(model.parameters(), max_norm, **with_optimizer)
-            assert (result.host_bytes_read + result.host_bytes_written == 0) == bool(early)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, [p.detach().to_local().clone() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("max_norm", [0.5, 1e9], ids=["clipped", "not clipped"])
-def test_five_steps_are_those_without_the_features(max_norm):
-    """Equal bits where nothing is scaled, and else to those of divided gradients."""
-
-    def rank_main(rank):
-        usual = "divided by hand" if max_norm == 0.5 else "in place"
-        ways = ("features", usual, "in place")
-        return [train_five_steps(way, max_norm) for way in ways]
-
-    for features, usual, in_place in run_ranks(rank_main, 2, backend="hccl"):
-        assert features[0] == usual[0]
-        assert all(map(torch.equal, features[1], usual[1]))
-        assert features[0] == pytest.approx(in_place[0], rel=1e-5)
-        assert features[0][-1] != features[0][0]
-
-
-@pytest.mark.parametrize(
-    ("options", "clip_options"),
-    [({}, {"norm_type": 1.0}), ({}, {"norm_type": math.inf}), ({"reproducible": True}, {})],
-    ids=["p=1", "p=inf", "reproducible"],
-)
-def test_other_norms_take_the_host_pass(options, clip_options):
-    def rank_main(rank):
-        torch.manual_seed(0)
-        model = offloaded(Model())
-        NormBeforeOffload(model)
-        train_once(model, 1)
-        return NormReducer(model, **options).clip_(model.parameters(), 1.0, **clip_options)
-
-    for result in run_ranks(rank_main, 2, backend="hccl"):
-        assert result.num_early == 0
-        assert result.host_bytes_read > 0
-
-
 def test_one_rank_without_a_group_to_reduce_over():
     def rank_main(rank):
         torch.manual_seed(0)
@@ -413,196 +285,6 @@ def test_finite_gradient_of_infinite_norm_is_seen(early, late):
         assert NormReducer().clip_(model, math.inf).num_early == 1
         with pytest.raises(RuntimeError, match="finite gradients is infinite") as raised:
             clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
-        return str(raised.value)
-
-    text, other = run_ranks(rank_main, 2, backend="hccl")
-    assert text == other
-
-
-def test_attach_detach_and_context_manager():
-    def rank_main(rank):
-        torch.manual_seed(0)
-        model = offloaded(Model())
-        used = []
-
-        def step():
-            model.zero_grad()
-            train_once(model, 1)
-            used.append(NormReducer(model).clip_(model.parameters(), math.inf).num_early)
-
-        with NormBeforeOffload(model) as early:
-            step()
-        step()
-        early.attach()
-        early.attach()
-        step()
-        train_once_more = list(model.parameters())
-        early.detach()
-        used.append(NormReducer(model).clip_(train_once_more, math.inf).num_early)
-        early.detach()
-        step()
-        return used
-
-    assert run_ranks(rank_main, 2, backend="hccl") == [[ALL, 0, ALL, 0, 0]] * 2
-
-
-def test_hook_that_is_there_already_runs_first_and_comes_back():
-    def rank_main(rank):
-        torch.manual_seed(0)
-        model = offloaded(Model())
-        doubled = []
-
-        def double(buffer):
-            buffer.mul_(2.0)
-            doubled.append(buffer.numel())
-
-        model.set_all_reduce_hook(double)
-        early = NormBeforeOffload(model)
-        train_once(model, 1)
-        first, _ = compare(early, model)
-        assert first.num_early == ALL
-        early.detach()
-        train_once(model, 1)
-        return len(doubled)
-
-    assert run_ranks(rank_main, 2, backend="hccl") == [2, 2]
-
-
-def test_hook_that_replaces_ours_ends_the_early_norms_of_its_module():
-    def rank_main(rank):
-        torch.manual_seed(0)
-        model = offloaded(Model())
-        early = NormBeforeOffload(model)
-        train_once(model, 1)
-        model.set_all_reduce_hook(lambda buffer: buffer.mul_(2.0))
-        model.zero_grad()
-        train_once(model, 1)
-        first, _ = compare(early, model)
-        early.detach()  # leaves theirs
-        return first.num_early
-
-    assert run_ranks(rank_main, 2, backend="hccl") == [4, 4]
-
-
-@pytest.mark.parametrize("kind", ["plain", "resident", "several groups"])
-def test_model_that_cannot_be_hooked_is_an_error_that_says_why(kind):
-    def rank_main(rank):
-        model = nn.Linear(4, 4)
-        mesh = mesh_of("hccl", (2,))
-        if kind == "resident":
-            fully_shard(model.to("npu"), mesh=mesh)
-        elif kind == "several groups":
-            from torch.distributed.fsdp._fully_shard._fsdp_common import (
-                FSDPMeshInfo,
-                ShardPlacementResult,
-            )
-
-            one = mesh_of("hccl", (2, 1), ("a", "b"))["b"]
-            placements = {
-                model.weight: ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh, 0)),
-                model.bias: ShardPlacementResult(Shard(0), FSDPMeshInfo(one, 0)),
-            }
-            fully_shard(
-                model,
-                mesh=mesh,
-                offload_policy=CPUOffloadPolicy(),
-                shard_placement_fn=placements.get,
-            )
-        with pytest.raises(ValueError, match="offload gradients") as raised:
-            NormBeforeOffload(model)
-        return str(raised.value)
-
-    reason = {
-        "plain": "it has no module of FSDP2",
-        "resident": "the model: its gradients stay on the device",
-        "several groups": "the model: it has several parameter groups",
-    }[kind]
-    for text in run_ranks(rank_main, 2, backend="hccl"):
-        assert reason in text
-
-
-def test_second_attachment_is_an_error():
-    def rank_main(rank):
-        model = offloaded(Model())
-        early = NormBeforeOffload(model)
-        with pytest.raises(ValueError, match="has a NormBeforeOffload already"):
-            NormBeforeOffload(model)
-        early.detach()
-        NormBeforeOffload(model)
-
-    run_ranks(rank_main, 2, backend="hccl")
-
-
-def test_partly_hooked_model_says_what_is_not():
-    def rank_main(rank):
-        model = Model()
-        mesh = mesh_of("hccl", (2,))
-        model.middle.to("npu")
-        fully_shard(model.middle, mesh=mesh)
-        fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
-        early = NormBeforeOffload(model)
-        assert early.uncovered == {"middle": "its gradients stay on the device"}
-        train_once(model, 1)
-        first, _ = compare(early, model)
-        return first.num_early
-
-    assert run_ranks(rank_main, 2, backend="hccl") == [4, 4]
-
-
-def test_gradients_are_not_kept_alive():
-
-    def rank_main(rank):
-        from hyper_parallel.platform.torch import early_norms
-
-        model = offloaded(Model())
-        early = NormBeforeOffload(model)
-        train_once(model, 1)
-        watched = [weakref.ref(p.grad.to_local()) for p in model.parameters()]
-        locals_ = [weakref.ref(p.grad._local_tensor) for p in model.parameters()]
-        model.zero_grad()
-        assert not any(ref() is not None for ref in watched + locals_)
-        early.detach()
-        return len(early_norms._known)
-
-    assert run_ranks(rank_main, 2, backend="hccl") == [0, 0]
-
-
-def test_failure_on_the_device_falls_back_with_one_warning(monkeypatch, caplog):
-    from hyper_parallel.platform.torch import norm_before_offload
-
-    def out_of_memory(*_):
-        raise torch.OutOfMemoryError("no memory for 3 GiB")
-
-    def rank_main(rank):
-        if rank == 1:
-            monkeypatch.setattr(norm_before_offload, "measure_chunks", out_of_memory)
-        model = offloaded(Model())
-        early = NormBeforeOffload(model)
-        for _ in range(2):
-            model.zero_grad()
-            train_once(model, 1)
-            first, _ = compare(early, model)
-        warnings = [record for record in caplog.records if "no memory" in record.getMessage()]
-        return first.num_early, len(warnings)
-
-    assert run_ranks(rank_main, 2, backend="hccl") == [(ALL, 0), (0, 2)]
-
-
-def test_failure_while_packing_on_one_rank_is_raised_by_all(monkeypatch):
-    from hyper_parallel.platform.torch import norm_reducer
-
-    def out_of_memory(*_):
-        raise torch.OutOfMemoryError("no memory for lanes")
-
-    def rank_main(rank):
-        model = offloaded(Model())
-        NormBeforeOffload(model)
-        NormReducer(model)
-        train_once(model, 1)
-        if rank == 1:
-            monkeypatch.setattr(norm_reducer, "pack_on_device", out_of_memory)
-        with pytest.raises(RuntimeError, match=r"rank 1: .*no memory for lanes") as raised:
-            clip_grad_norm_(model, 1.0)
         return str(raised.value)
 
     text, other = run_ranks(rank_main, 2, backend="hccl")

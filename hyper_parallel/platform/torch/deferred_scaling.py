@@ -117,7 +117,7 @@ class Scaling:
             return 0, Copies()
         if coef == 1.0:
             return 0, Copies()
-        outdate(map(id, shards.tensors), "was scaled by a clip")  # which no version counter knows
+        outdate(shards.tensors, "was scaled by a clip")  # which no version counter knows
         copies = scale_(shards.tensors, coef, foreach=self.foreach, are_plain=shards.are_plain)
         return shards.host_bytes, copies
 

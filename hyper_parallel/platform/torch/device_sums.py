@@ -1,10 +1,12 @@
 """Sums of squares of pieces of a device tensor, and of which elements a change would tell.
 
-In torch operators, and only for devices with float64. Nothing here waits for the device.
+In torch operators, and only for devices with float64. Nothing here waits for the device
+but at set-up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,12 +16,17 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["BITS_OF", "SamplePlan", "SampledPlaces", "has_float64", "measure_chunks"]
+__all__ = ["BITS_OF", "SamplePlan", "SampledPlaces", "measurable_dtypes", "measure_chunks"]
 
 BITS_OF = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 """The dtypes that are measured early, and the integers that hold their bits."""
 
-_FRACTIONS = {torch.float32: 0x7FFFFF, torch.bfloat16: 0x7F, torch.float16: 0x3FF}
+# Of each dtype the bits of a number's fraction, and of its magnitude.
+_FRACTIONS = {
+    torch.float32: (0x7FFFFF, 0x7FFFFFFF),
+    torch.bfloat16: (0x7F, 0x7FFF),
+    torch.float16: (0x3FF, 0x7FFF),
+}
 # As in partial_norms; and the place of an element in a chunk fits an int32.
 _CHUNK_NUMEL = 1 << 22
 
@@ -44,8 +51,9 @@ class SamplePlan:
     """What is measured of a buffer that holds shards one after the other, with padding.
 
     The first, the middle and the last element of each shard are sampled, and two of each chunk: the
-    largest, which every clamp changes first, and one with the largest fraction. Its neighbours are
-    nearest in proportion, so that a factor that is rounded away there is rounded away everywhere.
+    largest, which every clamp changes first, and the finest, whose next smaller neighbour is the
+    nearest in proportion, so that a factor below 1, such as a clip coefficient, that is rounded
+    away there is rounded away everywhere.
 
     Args:
         numels: Of each shard with and without padding.
@@ -57,7 +65,7 @@ class SamplePlan:
         chunk_starts: [2 * num_chunks] int64, device: where they start, twice.
         sampled: [num_fixed] int64, device: places in the buffer of elements always looked at.
         samples: int32, pinned: bits of those; bits of each chunk's largest element, then of each
-            one's with the largest fraction; and the places of these in their chunks.
+            one's finest; and the places of these in their chunks.
         places: Of each shard.
 
     Sync: two blocking copies to the device.
@@ -113,23 +121,45 @@ def measure_chunks(
 
     Returns:
         [num_chunks] float64, of exact squares; and [2 * num_chunks] int64: the largest element of
-        each, then that with the largest fraction of each. Both on the device.
+        each, then the finest of each (`SamplePlan`). Both on the device.
     """
     if not chunks:
         return like.new_empty(0, dtype=torch.float64), like.new_empty(0, dtype=torch.int64)
-    fraction = _FRACTIONS[like.dtype]
     sums = torch.stack([torch.dot(x, x) for x in map(torch.Tensor.double, chunks)])
     largest = [chunk.abs().argmax() for chunk in chunks]
-    finest = [(chunk.view(BITS_OF[chunk.dtype]) & fraction).argmax() for chunk in chunks]
+    finest = [_fineness(chunk).argmax() for chunk in chunks]
     return sums, torch.stack([*largest, *finest])
 
 
+def _fineness(chunk: torch.Tensor) -> torch.Tensor:
+    """Return integers that are the larger, the nearer an element's next smaller neighbour is.
+
+    In proportion, that is the larger the fraction, and a power of two is the finest, for numbers
+    below it are twice as dense. Subnormal ones are the coarsest, with zero.
+    """
+    fraction, magnitude = _FRACTIONS[chunk.dtype]
+    bits = chunk.view(BITS_OF[chunk.dtype]) & magnitude
+    # 1 less turns the fraction of a power of two, 0, into the largest.
+    return bits.clamp_(min=fraction + 2).sub_(1).bitwise_and_(fraction)
+
+
 @functools.cache
-def has_float64(device: torch.device) -> bool:
-    """Try the operators that sums and their lanes need; nothing is fetched."""
-    try:
-        x = torch.ones(1, device=device).double()
-        torch.dot(x, x).view(torch.int64) >> 1
-    except (RuntimeError, TypeError):
-        return False
-    return True
+def measurable_dtypes(device: torch.device) -> frozenset[torch.dtype]:
+    """Return those of `BITS_OF` for which the device has all operators that this and lanes take.
+
+    Tried out at set-up: in a backward pass an error could as well be one of a collective before.
+
+    Sync: the device.
+    """
+    module = torch.get_device_module(device)
+    module.synchronize(device)  # what others have launched, whose errors are theirs
+    measurable = set()
+    for dtype, integer in BITS_OF.items():
+        with contextlib.suppress(RuntimeError, TypeError):
+            x = torch.ones(2, device=device).to(dtype)
+            sums, places = measure_chunks([x], x)
+            x.view(integer).index_select(0, places).int()
+            sums.view(torch.int64) >> 1
+            module.synchronize(device)
+            measurable.add(dtype)
+    return frozenset(measurable)

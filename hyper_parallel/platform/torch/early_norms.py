@@ -29,9 +29,20 @@ if TYPE_CHECKING:
     from .device_sums import SampledPlaces
     from .grad_shards import GradShards
     from .lanes import LaneKey
+    from .torch_private_fsdp import FsdpParameter
     from .wire_format import WireFormat
 
-__all__ = ["EarlyNorm", "EarlySums", "Measurement", "drop", "find", "keep", "outdate", "refuse"]
+__all__ = [
+    "EarlyNorm",
+    "EarlySums",
+    "Known",
+    "Measurement",
+    "drop",
+    "find",
+    "keep",
+    "none_for",
+    "outdate",
+]
 
 _INTEGERS = {2: ctypes.c_int16, 4: ctypes.c_int32}
 
@@ -70,16 +81,17 @@ class EarlyNorm:
     """The early partial norm of one gradient.
 
     Attributes:
-        grad: The DTensor.
-        local: Its shard.
-        versions: Of both, as the backward pass left them.
+        segment: Whose parameter has the gradient, a DTensor. No weak reference to that itself, for
+            then torch could not swap it, as `Module.to` does.
+        grad_id: The `id` of the DTensor.
+        versions: Of it and its shard, as the backward pass left them.
         data_ptr: Where the shard is.
         measurement: Which holds the sums.
         places: Which of its sums and samples are this gradient's.
     """
 
-    grad: weakref.ref[torch.Tensor]
-    local: weakref.ref[torch.Tensor]
+    segment: weakref.ref[FsdpParameter]
+    grad_id: int
     versions: tuple[int, ...]
     data_ptr: int
     measurement: Measurement
@@ -87,10 +99,11 @@ class EarlyNorm:
 
     def is_of(self, local: torch.Tensor) -> bool:
         """Tell whether it is of this tensor, unwritten as far as torch counts."""
-        grad = self.grad()
+        segment = self.segment()
+        grad = segment.parameter.grad if segment is not None else None
         return (
-            self.local() is local
-            and grad is not None
+            grad is not None
+            and id(grad) == self.grad_id
             and self.versions == versions_of(grad, local)
             and self.data_ptr == local.data_ptr()
         )
@@ -107,29 +120,48 @@ class EarlyNorm:
         ] == [samples[j] for _, _, j in telling]
 
 
+@dataclass(eq=False)
+class Known:
+    """What is known of a shard: its early norm, or why it has none.
+
+    Attributes:
+        local: The shard.
+        early: Its early norm.
+        reason: Why it has none, if so.
+    """
+
+    local: weakref.ref[torch.Tensor]
+    early: EarlyNorm | None = None
+    reason: str = ""
+
+    def refuse(self, reason: str) -> None:
+        """Drop the early norm."""
+        self.early, self.reason = None, reason
+
+
 # By the id of the shard; what is found is compared with the shard itself, since ids come again.
-_known: dict[int, EarlyNorm | str] = {}
+_known: dict[int, Known] = {}
 
 
-def keep(local: torch.Tensor, early: EarlyNorm) -> None:
-    """Remember the early norm of a shard."""
-    _known[id(local)] = early
+def keep(local: torch.Tensor, early: EarlyNorm | None, reason: str = "") -> tuple[int, Known]:
+    """Remember the early norm of a shard, or why it has none. Return what `drop` needs."""
+    known = _known[id(local)] = Known(weakref.ref(local), early, reason)
+    return id(local), known
 
 
-def refuse(local_ids: Iterable[int], reason: str) -> None:
-    """Remember why shards have none."""
-    _known.update(dict.fromkeys(local_ids, reason))
+def outdate(locals_: Iterable[torch.Tensor], reason: str) -> None:
+    """Remember why shards that have an early norm have none any more."""
+    for local in locals_:
+        known = _known.get(id(local))
+        if known is not None and known.local() is local:
+            known.refuse(reason)
 
 
-def outdate(local_ids: Iterable[int], reason: str) -> None:
-    """Remember why shards that have one have none any more."""
-    refuse((local_id for local_id in local_ids if local_id in _known), reason)
-
-
-def drop(local_ids: Iterable[int]) -> None:
-    """Forget shards by their ids."""
-    for local_id in local_ids:
-        _known.pop(local_id, None)
+def drop(kept: Mapping[int, Known]) -> None:
+    """Forget what was kept, but not what is kept of others that got the same ids since."""
+    for local_id, known in kept.items():
+        if _known.get(local_id) is known:
+            del _known[local_id]
 
 
 @dataclass
@@ -186,9 +218,13 @@ def find(shards: GradShards) -> EarlySums:
     samples: dict[Measurement, list[int]] = {}
     runs = _Runs()
     for index, local in enumerate(shards.tensors):
-        early = _known.get(id(local), "was not reduced by a module with the hook")
-        if isinstance(early, str):
-            reasons[early] += 1
+        known = _known.get(id(local))
+        if known is None or known.local() is not local:
+            reasons["was not reduced by a module with the hook"] += 1
+            continue
+        early = known.early
+        if early is None:
+            reasons[known.reason] += 1
             continue
         if not early.is_of(local):
             reasons["was written or replaced since"] += 1
@@ -208,6 +244,11 @@ def find(shards: GradShards) -> EarlySums:
     found.reasons = dict(reasons)
     _make_usable_here(samples)
     return found
+
+
+def none_for(shards: GradShards, reason: str) -> EarlySums:
+    """Return what `find` does where no early norm is of use, whatever it would find."""
+    return EarlySums(reasons={reason: len(shards)} if _known and len(shards) else {})
 
 
 class _Runs:

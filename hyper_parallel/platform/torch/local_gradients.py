@@ -11,7 +11,7 @@ import torch
 from .clip_request import NOTHING_ASKED, ClipRequest
 from .clip_result import Copies, NonfiniteGradient
 from .declarations import NOTHING_DECLARED, Declarations
-from .early_norms import EarlySums
+from .early_norms import EarlySums, none_for
 from .early_norms import find as find_early_norms
 from .failure import LocalFailure
 from .finish import LaneTotal, may_overflow, sum_totals
@@ -77,7 +77,11 @@ class LocalGradients:
             use_kernels: Whether shards on devices may be measured by kernels.
         """
         request = self.request
-        if request.norm_type == 2.0 and not request.reproducible:
+        if request.norm_type != 2.0:
+            self.early = none_for(self.shards.whole, "is measured with another norm_type than 2")
+        elif request.reproducible:
+            self.early = none_for(self.shards.whole, "is measured reproducibly")
+        else:
             self.early = find_early_norms(self.shards.whole)
         if use_kernels and not request.reproducible:
             self.resident = ResidentNorms.launch(self.remaining, request.norm_type, group)

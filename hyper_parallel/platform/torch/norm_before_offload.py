@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from .device_sums import BITS_OF, SamplePlan, has_float64, measure_chunks
-from .early_norms import EarlyNorm, Measurement, drop, keep, refuse
+from .device_sums import BITS_OF, SamplePlan, measurable_dtypes, measure_chunks
+from .early_norms import EarlyNorm, Known, Measurement, drop, keep
 from .failure import join_some
 from .torch_private import local_tensors, versions_of
 from .torch_private_fsdp import FsdpGroup, call_after_backward, fsdp_groups
@@ -38,8 +38,8 @@ class NormBeforeOffload:
     `ClipResult.host_passes` says how many and why. It holds only if one reduction made the gradient
     and nobody wrote to it since, which the clip checks for each: that it is the same tensor, at the
     same place, with the same version counters, and that five of its elements (two of every 4 Mi
-    more) still have the bits that the hook has seen, among them those that a clamp or a factor
-    would change first.
+    more) still have the bits that the hook has seen, among them those that a clamp, or a factor
+    below 1, would change first.
 
     Writes that torch does not count (through `.data`, a raw pointer, numpy, or a `_foreach_`
     operator on DTensors) and that also spare all these elements cannot be seen: call `invalidate()`
@@ -125,7 +125,7 @@ class _GroupHook:
         self._is_attached = False
         self._theirs: Hook | None = None
         self._plan: SamplePlan | None = None
-        self._kept: list[int] = []
+        self._kept: dict[int, Known] = {}
         self._pass = 0  # counts calls, so that what one has queued knows whether it is outdated
         self._has_warned = False
         weakref.finalize(self, drop, self._kept)
@@ -162,7 +162,8 @@ class _GroupHook:
 
     def invalidate(self) -> None:
         self._pass += 1
-        refuse(self._kept, "was invalidated")
+        for known in self._kept.values():
+            known.refuse("was invalidated")
 
     @torch.no_grad()
     def __call__(self, buffer: torch.Tensor) -> None:
@@ -180,7 +181,9 @@ class _GroupHook:
         if not all(faults):
             try:
                 outcome = self._measure(buffer, segments, stream)
-            except RuntimeError as error:  # no memory, or an operator that the device lacks
+            except RuntimeError as error:
+                if not _is_out_of_memory(error):
+                    raise  # which may be of the reduction that made this buffer
                 outcome = "could not be measured on the device"
                 self._warn_once(error)
         with contextlib.suppress(RuntimeError):  # not in a backward pass: then nothing is kept
@@ -195,7 +198,7 @@ class _GroupHook:
         if sum(segment.padded_numel for segment in segments) != buffer.numel():
             return "is reduced with parameters of which some have no gradient"
         gradients = self._group.gradients_of(buffer)
-        if gradients.dtype not in BITS_OF:
+        if gradients.dtype not in measurable_dtypes(buffer.device):
             return f"is {gradients.dtype}"
         plan = self._plan_of(segments, buffer.device)
         sums, places = measure_chunks([gradients[chunk] for chunk in plan.chunks], gradients)
@@ -227,18 +230,14 @@ class _GroupHook:
             if not isinstance(grad, DTensor):
                 continue
             (local,) = local_tensors([grad])
-            self._kept.append(id(local))
-            if fault is not None or isinstance(outcome, str):
-                refuse([id(local)], fault or str(outcome))
-            elif not (
-                local.is_cpu
-                and local.is_contiguous()
-                and local.dtype == outcome.dtype
-                and local.numel() == segment.numel
-            ):
-                refuse([id(local)], "is not what was measured")
+            early: EarlyNorm | None = None
+            reason = fault
+            if isinstance(outcome, str):
+                reason = reason or outcome
             else:
-                keep(local, outcome.early_norm_of(i, grad, local))
+                reason = reason or outcome.fault_of(i, local)
+                early = None if reason else outcome.early_norm_of(i, segment, grad, local)
+            self._kept.update([keep(local, early, reason or "")])
 
     def _warn_once(self, error: Exception) -> None:
         if not self._has_warned:
@@ -264,11 +263,23 @@ class _Measured(NamedTuple):
     plan: SamplePlan
     dtype: torch.dtype
 
-    def early_norm_of(self, i: int, grad: torch.Tensor, local: torch.Tensor) -> EarlyNorm:
+    def fault_of(self, i: int, local: torch.Tensor) -> str | None:
+        """Say why a shard cannot be what was measured as the i-th segment, if so."""
+        is_like = (
+            local.is_cpu
+            and local.is_contiguous()
+            and local.dtype == self.dtype
+            and local.numel() == self.plan.numels[i][1]
+        )
+        return None if is_like else "is not what was measured"
+
+    def early_norm_of(
+        self, i: int, segment: FsdpParameter, grad: torch.Tensor, local: torch.Tensor
+    ) -> EarlyNorm:
         """Return the part of the i-th segment."""
         return EarlyNorm(
-            grad=weakref.ref(grad),
-            local=weakref.ref(local),
+            segment=weakref.ref(segment),
+            grad_id=id(grad),
             versions=versions_of(grad, local),
             data_ptr=local.data_ptr(),
             measurement=self.measurement,
@@ -280,9 +291,13 @@ def _fault_of_group(group: FsdpGroup | None) -> str | None:
     """Say why a group cannot be measured early, if so."""
     if group is None:
         return "it has several parameter groups"
-    if group.fault is None and not has_float64(group.device):
-        return "its device has no float64"
+    if group.fault is None and not measurable_dtypes(group.device):
+        return "its device has no float64, or lacks another operator that this takes"
     return group.fault
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 def _fault(segment: FsdpParameter) -> str | None:

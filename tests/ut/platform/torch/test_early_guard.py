@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,6 +81,21 @@ def data_of_another(model: nn.Module) -> None:
     local.data = local.data * 2
 
 
+def in_inference_mode(model: nn.Module) -> None:
+    with torch.inference_mode():
+        for grad in grads(model):
+            grad.to_local().view(-1)[-1:].add_(1.0)
+
+
+def arrays(model: nn.Module) -> list[np.ndarray[Any, Any]]:
+    return [grad.to_local().detach().numpy() for grad in grads(model)]
+
+
+def rewrap(param: nn.Parameter) -> None:
+    grad = param.grad.mul_(2.0)
+    param.grad = DTensor(grad._local_tensor, grad._spec, requires_grad=False)
+
+
 EDITS: dict[str, Callable[[nn.Module], object]] = {
     "foreach": lambda model: torch._foreach_mul_(grads(model), 0.5),
     "foreach on shards": lambda m: torch._foreach_mul_([g.to_local() for g in grads(m)], 0.5),
@@ -99,6 +115,24 @@ EDITS: dict[str, Callable[[nn.Module], object]] = {
     "data of another tensor": data_of_another,
     "one row set to zero": lambda m: m.middle[0].weight.grad.to_local()[1].zero_(),
     "one element, by the DTensor": lambda m: m.middle[0].weight.grad.mul_(m.middle[0].weight < 1),
+    "in inference mode": in_inference_mode,
+    "a view of its detached self": lambda m: [
+        g.to_local().detach().view(-1)[-1:].mul_(3) for g in grads(m)
+    ],
+    "numpy": lambda model: [np.multiply(a, 3, out=a) for a in arrays(model)],
+    "storage": lambda model: [g.to_local().untyped_storage().fill_(0) for g in grads(model)],
+    "set_": lambda model: [g.to_local().set_(torch.ones_like(g.to_local())) for g in grads(model)],
+    "dlpack": lambda model: [torch.from_dlpack(g.to_local()).mul_(2) for g in grads(model)],
+    "out=": lambda model: [torch.add(g.to_local(), 1.0, out=g.to_local()) for g in grads(model)],
+    "out= .data": lambda m: [torch.add(g.to_local(), 1.0, out=g.to_local().data) for g in grads(m)],
+    "last bits flipped": lambda m: [
+        g.to_local().data.view(torch.int32).bitwise_xor_(1) for g in grads(m)
+    ],
+    "new DTensor of the same shard": lambda model: [rewrap(p) for p in params(model)],
+    "clip_grads_with_norm_ of torch": lambda m: torch.nn.utils.clip_grads_with_norm_(
+        m.parameters(), 1.0, torch.tensor(5.0)
+    ),
+    "frozen and thawed": lambda model: model.requires_grad_(requires_grad=False).requires_grad_(),
     "NaN to zero": lambda model: [torch.nan_to_num_(grad) for grad in grads(model)],
     "zeroed": lambda model: model.zero_grad(set_to_none=False),
     "zeroed, then backward": lambda m: (m.zero_grad(set_to_none=False), train_once(m, 2)),
@@ -112,12 +146,13 @@ EDITS: dict[str, Callable[[nn.Module], object]] = {
 LEFT = {
     "set to None": ALL - 1,
     "replaced by an equal one": ALL - 1,
-    ".grad swapped": ALL,
+    ".grad swapped": ALL - 2,
     "elements swapped": ALL - 2,
     "data of another tensor": ALL - 1,
     "one row set to zero": ALL - 1,
     "one element, by the DTensor": ALL - 1,
     "gone, then backward": ALL,
+    "frozen and thawed": ALL,
     "nothing": ALL,
 }
 

@@ -207,3 +207,37 @@ def test_failure_while_packing_on_one_rank_is_raised_by_all(monkeypatch):
 
     text, other = run_ranks(rank_main, 2, backend="hccl")
     assert text == other
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_failure_of_the_reduction_is_not_taken_for_ours(attached):
+    """Launches report what failed before them; such a gradient must not be trained on.
+
+    The groups behind the simulator cannot multiply before they add.
+    """
+
+    def rank_main(rank):
+        model = offloaded(Model())
+        model.set_gradient_divide_factor(7.0)
+        early = NormBeforeOffload(model)
+        if not attached:
+            early.detach()
+        with pytest.raises(RuntimeError, match="PREMUL_SUM"):
+            train_once(model, 1)
+
+    run_ranks(rank_main, 2, backend="hccl")
+
+
+def test_device_that_lacks_an_operator_is_found_out_at_set_up(monkeypatch):
+    from hyper_parallel.platform.torch import device_sums
+
+    def not_implemented(*_):
+        raise NotImplementedError("no such operator on this device")
+
+    def rank_main(rank):
+        monkeypatch.setattr(device_sums, "_fineness", not_implemented)
+        model = offloaded(Model())
+        with pytest.raises(ValueError, match="middle: its device has no float64, or lacks"):
+            NormBeforeOffload(model)
+
+    run_ranks(rank_main, 2, backend="hccl")

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
-__all__ = ["assert_equal", "divide_", "has_lent", "make", "refill_"]
+__all__ = ["assert_equal", "divide_", "fused", "has_lent", "make", "norm_of", "refill_"]
+
+_FUSED = [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD]
+fused = pytest.mark.parametrize("kind", _FUSED, ids=lambda kind: kind.__name__)
+"""Run a test with each of the optimizers that a GradScaler drives."""
 
 
 def make(kind=torch.optim.AdamW, dtype=torch.float32, seed=0, num=3):
@@ -39,3 +46,7 @@ def assert_equal(params, others):
 
 def has_lent(optimizer):
     return [name for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)]
+
+
+def norm_of(params):
+    return math.sqrt(math.fsum(x * x for p in params for x in p.grad.double().tolist()))

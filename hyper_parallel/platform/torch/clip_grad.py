@@ -98,7 +98,9 @@ def clip_grad_norm_(  # noqa: PLR0913 - torch's arguments and ours
             through `grad_scale`: AdamW and Adam with `fused=True`, and SGD if no parameter is a
             DTensor. It must hold the parameters that have gradients, and no others. The step
             divides by float32(1 / coefficient), so that its gradients are within an ulp of
-            multiplied ones, and stores them. Every clip replaces what an earlier one has left.
+            multiplied ones, and stores them. Every clip replaces what an earlier one has left, and
+            until the step these gradients must not be replaced or clipped without it: the step, and
+            that clip, would raise.
         skip_nonfinite: Let that step do nothing, on all ranks, if the norm is NaN or infinite on
             any.
 
@@ -117,7 +119,7 @@ def clip_grad_norm_(  # noqa: PLR0913 - torch's arguments and ours
             ask for different clips; if no backend of the group can be used; if a group lacks this
             rank, `group` lacks ranks of `pp_group` or of a mesh, or ranks differ on `pp_group`; if
             a declared tensor is not listed, or declarations and DTensors contradict each other; if
-            `optimizer` holds other parameters.
+            `optimizer` holds other parameters, or the step of another is to scale these.
         TypeError: If a gradient is quantized, meta, Partial of other than sum and avg, or cannot be
             written in place; if `optimizer` cannot scale gradients, or one is float64.
         RuntimeError: If the norm is not finite and error_if_nonfinite, or the reduction fails.
@@ -189,12 +191,13 @@ def clip_grads_with_norm_(
     Sync: one if `total_norm` is on a device.
 
     Raises:
-        ValueError: If max_norm is negative or NaN, or `optimizer` holds other parameters.
+        ValueError: If max_norm is negative or NaN, or `optimizer` holds other parameters, or the
+            step of another is to scale these.
         TypeError: If a gradient cannot be scaled, or `optimizer` cannot; no gradient is changed.
     """
-    limit = ClipRequest.validated(max_norm).max_norm
     scaling = Scaling(foreach is not False, optimizer)
     scaling.forget()
+    limit = ClipRequest.validated(max_norm).max_norm
     listed = ParameterList(parameters)
     shards = collect_grad_shards(listed)
     scaling.validate(listed, shards)
@@ -219,6 +222,7 @@ def _clip_listed(call: Call, group: dist.ProcessGroup | None, *, reduces: bool) 
 
     A list without any DTensor is local, as in torch, unless an argument says that it `reduces`.
     """
+    call.scaling.forget()
     if not reduces:
         listed = call.list_parameters()
         call = call._replace(list_parameters=lambda: listed)
@@ -240,7 +244,6 @@ def _take_steps(group: ReductionGroup | None, call: Call, stopwatch: Stopwatch) 
 
     with LocalFailure() as failure:
         # 1. Collect: parameters to gradient shards with their rank sets.
-        call.scaling.forget()
         request = local.request = call.request()
         declared = local.declared = call.declare()
         local.listed = call.list_parameters()
@@ -248,7 +251,7 @@ def _take_steps(group: ReductionGroup | None, call: Call, stopwatch: Stopwatch) 
         shards = local.shards = declared.place(shards, local.listed)
         _validate_reach(group, declared, shards)
         request.validate_dtypes(shards.dtypes)
-        call.scaling.validate(local.listed, shards, skip_nonfinite=request.skip_nonfinite)
+        call.scaling.validate(local.listed, shards, request)
         stopwatch.lap("collect")
 
         # 2. Measure: one pass over the shards whose norm was not taken before they were offloaded.

@@ -20,6 +20,7 @@ from hyper_parallel.kernels import triton as kernels
 
 from .clip_result import ClipResult, Copies, Stopwatch
 from .declarations import NOTHING_DECLARED
+from .deferred_scaling import Scaling
 from .device_norms import DeviceNorms, is_launchable, lane_format
 from .failure import LocalFailure, collectives_of, join_some
 from .grad_shards import GradShards, collect_grad_shards
@@ -129,6 +130,7 @@ class FrozenReduction:
             request, parameters = asked(), list_parameters()
             shards = collect_grad_shards(parameters, writable=request.changes_gradients)
             self._validate(shards, parameters)
+            Scaling(foreach=True).validate(parameters, shards, request)
             stopwatch.lap("collect")
             if shards:
                 keys = [reach.rank_set for reach in shards.reaches]

@@ -116,6 +116,7 @@ class NormReducer:
             skip_nonfinite=skip_nonfinite,
         )
         scaling = Scaling(foreach is not False, optimizer)
+        scaling.forget()
         listing = functools.partial(ParameterList, parameters, self._listed.names)
         call = Call(listing, asked, lambda: self._declared, scaling)
         needs_host = error_if_nonfinite or skip_nonfinite or self._reproducible

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import operator
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar, cast
 
@@ -32,6 +33,7 @@ __all__ = [
     "group_timeout",
     "init_dry_run",
     "is_sharded",
+    "is_stepping",
     "local_tensors",
     "not_compiled",
     "num_stored_bytes",
@@ -175,3 +177,17 @@ def takes_grad_scale(optimizer: object) -> bool:
         and getattr(optimizer, "_step_supports_amp_scaling", False)
         and all(group.get("fused", True) for group in optimizer.param_groups)
     )
+
+
+def is_stepping(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether this thread is inside the optimizer's `step()`, hooks and closure included.
+
+    `Optimizer` wraps the class's `step` in a function `(*args)` that runs the hooks (2.9 to 2.13).
+    """
+    code = getattr(type(optimizer).step, "__code__", None)
+    frame = sys._getframe()  # noqa: SLF001
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is code and frame.f_locals.get("self") is optimizer:
+            return True
+    return False

@@ -174,3 +174,21 @@ def without_gradients(rank: int) -> tuple[float, float]:
 def test_ranks_without_gradients_take_part():
     outcomes = run_ranks(without_gradients, 4, backend=BACKEND, timeout_s=60)
     assert all(first > 0 and second == 0 for first, second in outcomes)
+
+
+def scale_twice(rank: int) -> None:
+    model = Model()
+    reducer = hp.NormReducer(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    reducer.clip_(model.parameters(), 1.0, optimizer=optimizer)
+    before = local_grads(model)
+    with pytest.raises(ValueError, match="next step of an AdamW is to scale weight0; weight1"):
+        reducer.clip_(model.parameters(), 1.0)
+    assert all(map(torch.equal, local_grads(model), before))
+    reducer.clip_(model.parameters(), math.inf)
+    reducer.clip_(model.parameters(), math.inf, optimizer=optimizer)
+    reducer.clip_(model.parameters(), 1.0)
+
+
+def test_gradients_that_a_step_is_to_scale_are_not_scaled_too():
+    run_ranks(scale_twice, 4, backend=BACKEND, timeout_s=60)

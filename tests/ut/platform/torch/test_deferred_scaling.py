@@ -9,14 +9,9 @@ import torch
 from torch.distributed.tensor import Shard
 
 from hyper_parallel import NormReducer, clip_grad_norm_, clip_grads_with_norm_
-from tests.optimizers import assert_equal, divide_, has_lent, make, refill_
+from tests.optimizers import assert_equal, divide_, fused, has_lent, make, refill_
 from tests.ranks import run_ranks
 from tests.sharding import both, local_grad, mesh_of, parameter
-
-FUSED = [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD]
-
-
-fused = pytest.mark.parametrize("kind", FUSED, ids=lambda kind: kind.__name__)
 
 
 @fused

@@ -11,11 +11,10 @@ import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from .early_norms import outdate
 from .failure import join_some
-from .torch_private import is_stepping, local_tensors
+from .torch_private import is_stepping, local_tensors, not_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,6 +71,7 @@ class NextStep:
             optimizer.register_step_pre_hook(self._before_step)
             self._has_pre_hook = True
 
+    @not_compiled
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -110,6 +110,7 @@ class NextStep:
                 "are to stay as they are, and replace none between clip and step"
             )
 
+    @not_compiled
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._give_back(optimizer)
         for parameter, known in self._states.items():
@@ -215,8 +216,7 @@ def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _outdate_early_norms(optimizer: torch.optim.Optimizer) -> None:
     """Fused steps write to gradients, of which no version counter knows where they are DTensors."""
-    grads = _gradients_of(optimizer)
-    locals_ = local_tensors([grad for grad in grads if isinstance(grad, DTensor)])
+    locals_ = local_tensors(_gradients_of(optimizer))
     outdate(locals_, "was scaled by an optimizer's step")
 
 

@@ -182,12 +182,14 @@ def takes_grad_scale(optimizer: object) -> bool:
 def is_stepping(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether this thread is inside the optimizer's `step()`, hooks and closure included.
 
-    `Optimizer` wraps the class's `step` in a function `(*args)` that runs the hooks (2.9 to 2.13).
+    `Optimizer` wraps the class's `step` in a function that runs the hooks (2.9 to 2.13). Compiled,
+    its frame shows no variables; that of `step` itself does.
     """
     code = getattr(type(optimizer).step, "__code__", None)
     frame = sys._getframe()  # noqa: SLF001
     while frame.f_back is not None:
         frame = frame.f_back
-        if frame.f_code is code and frame.f_locals.get("self") is optimizer:
+        is_step = frame.f_code is code or frame.f_code.co_name == "step"
+        if is_step and frame.f_locals.get("self") is optimizer:
             return True
     return False

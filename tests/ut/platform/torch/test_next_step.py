@@ -274,3 +274,24 @@ def test_closure_that_makes_other_gradients_and_clips_none_is_an_error(by_keywor
     clip_grad_norm_(params, 1.0, optimizer=optimizer)
     assert optimizer.step(lambda: torch.tensor(7.0)) == 7.0
     assert norm_of(params) == pytest.approx(1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("where", ["outside", "pre-hook", "closure"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_compiled_step(where):
+    """Its frames are not those of an optimizer's own step."""
+    params, optimizer = make()
+
+    def clip(*_):
+        clip_grad_norm_(params, 1.0, optimizer=optimizer)
+
+    if where == "pre-hook":
+        optimizer.register_step_pre_hook(clip)
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(3):
+        refill_(params, number)
+        if where == "outside":
+            clip()
+        step(*[clip] * (where == "closure"))
+        assert norm_of(params) == pytest.approx(1.0, rel=1e-6)
+        assert not has_lent(optimizer)

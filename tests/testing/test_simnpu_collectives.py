@@ -81,6 +81,15 @@ def test_all_reduce_adds_small_and_large_tensors_alike(
     assert run_ranks(fn, 3, backend="hccl") == [True] * 3
 
 
+def test_ranks_that_ask_for_different_operations_do_not_wait_for_ever() -> None:
+    def fn(rank: int) -> float:
+        tensor = torch.tensor([2.0 * (rank + 1)], device="npu")
+        dist.all_reduce(tensor, op=[dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank])
+        return tensor.item()
+
+    assert ranks(fn) == [6.0, 4.0]
+
+
 def all_gather(rank: int) -> list[float]:
     outputs = [torch.zeros(2, device="npu") for _ in range(2)]
     dist.all_gather(outputs, device_range(2, 10 * rank))

@@ -16,6 +16,7 @@
 #include "counters.h"
 #include "devices.h"
 #include "hccl_work.h"
+#include "one_round.h"
 #include "streams.h"
 
 namespace simnpu {
@@ -63,31 +64,6 @@ void Unpack(const at::Tensor& packed, const TensorList& tensors) {
   }
 }
 
-// The largest sum that is made in one round, in which every rank sends all it has to every other, as
-// HCCL does between the cards of a server. gloo's ring takes 2 (size - 1) rounds one after the other;
-// with more ranks than cores each of those waits for a core, which no NPU does.
-constexpr int64_t kMostBytesInOneRound = 1 << 20;  // that a rank sends to all together
-
-bool CanSumInOneRound(const TensorList& tensors, const c10d::ReduceOp& op, int size) {
-  if (op != c10d::ReduceOp::SUM || tensors.size() != 1) {
-    return false;
-  }
-  const at::Tensor& tensor = tensors[0];
-  const bool is_number = c10::isFloatingType(tensor.scalar_type()) ||
-                         c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
-  return is_number && tensor.numel() > 0 &&
-         static_cast<int64_t>(tensor.nbytes()) * size <= kMostBytesInOneRound;
-}
-
-// Into `total`, from one row per rank.
-void AddInRankOrder(const at::Tensor& rows, const at::Tensor& total) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  total.copy_(rows[0].view(total.sizes()));
-  for (int64_t rank = 1; rank < rows.size(0); ++rank) {
-    total.add_(rows[rank].view(total.sizes()));
-  }
-}
-
 std::vector<int64_t> Numels(const TensorList& tensors) {
   std::vector<int64_t> numels;
   for (const at::Tensor& tensor : tensors) {
@@ -131,8 +107,8 @@ class HcclBackend final : public c10d::Backend {
     TensorList copies = buffers.InOuts(tensors);
     c10d::AllreduceOptions gloo_options = options;
     const bool is_average = ReplaceAverageBySum(&gloo_options);
-    if (CanSumInOneRound(copies, gloo_options.reduceOp, size_)) {
-      return SumInOneRound(buffers, copies[0], gloo_options, AverageOver(is_average, copies));
+    if (CanReduceInOneRound(copies, gloo_options.reduceOp, size_)) {
+      return ReduceInOneRound(buffers, copies[0], gloo_options, AverageOver(is_average, copies));
     }
     return Launch("allreduce", OpType::ALLREDUCE, buffers,
                   [&] { return gloo_->allreduce(copies, gloo_options); },
@@ -334,7 +310,7 @@ class HcclBackend final : public c10d::Backend {
                                          buffers.npu_outputs(), wait_mode);
   }
 
-  WorkPtr SumInOneRound(const CollectiveBuffers& buffers, const at::Tensor& total,
+  WorkPtr ReduceInOneRound(const CollectiveBuffers& buffers, const at::Tensor& total,
                         const c10d::AllreduceOptions& options, std::function<void()> average) {
     at::Tensor sent;
     at::Tensor received;
@@ -352,8 +328,8 @@ class HcclBackend final : public c10d::Backend {
           return gloo_->alltoall_base(received, sent, equal_shares, equal_shares,
                                       all_to_all_options);
         },
-        [received, total, average = std::move(average)] {
-          AddInRankOrder(received, total);
+        [received, total, op = options.reduceOp, average = std::move(average)] {
+          CombineRows(received, op, total);
           if (average) {
             average();
           }

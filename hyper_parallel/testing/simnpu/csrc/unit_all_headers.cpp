@@ -5,3 +5,4 @@
 #include "collective_buffers.cpp"
 #include "hccl_backend.cpp"
 #include "hccl_work.cpp"
+#include "one_round.cpp"

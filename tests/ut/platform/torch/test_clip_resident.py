@@ -1,6 +1,7 @@
-"""Gradients that live on the device, all or some, against the same on the host.
+"""Gradients that live on the device, all or some: what a clip costs, and what fails.
 
-On the simulated NPU; the device kernels run in Triton's interpreter.
+On the simulated NPU; the device kernels run in Triton's interpreter. Norms and gradients, case by
+case, are in test_clip_residency.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import hyper_parallel as hp
 from hyper_parallel.testing import simnpu, triton_interpreter
 from tests.ranks import run_ranks
 from tests.reference import assert_rounds_sqrt, exact_pow_sum
-from tests.sharding import Replicate, Shard, dense, expert, local_grad, mesh_of, parameter
+from tests.sharding import Shard, local_grad, mesh_of, parameter
 
 pytestmark = [
     pytest.mark.simnpu,
@@ -31,94 +32,6 @@ HOST, MIXED, DEVICE = "host", "mixed", "device"
 
 def is_on_host(where: str, position: int) -> bool:
     return where == HOST or (where == MIXED and position % 2 == 0)
-
-
-def plain(values: list[float], where: str, position: int) -> torch.nn.Parameter:
-    device = "cpu" if is_on_host(where, position) else "npu"
-    result = torch.nn.Parameter(torch.zeros(len(values), device=device))
-    result.grad = torch.tensor(values, device=device)
-    return result
-
-
-def without_grad(param: torch.nn.Parameter) -> torch.nn.Parameter:
-    param.grad = None
-    return param
-
-
-def hsdp(where: str, position: int, scale: float) -> torch.nn.Parameter:
-    grad = scale * torch.arange(1.0, 33.0).reshape(8, 4)
-    mesh = mesh_of("hccl", (2, 2), ("replicate", "shard"))
-    on_host = is_on_host(where, position)
-    return parameter(grad, mesh, [Replicate(), Shard(0)], on_host=on_host)
-
-
-def dense_at(where: str, position: int) -> torch.nn.Parameter:
-    return dense("hccl", on_host=is_on_host(where, position))
-
-
-def expert_at(where: str, position: int) -> torch.nn.Parameter:
-    return expert("hccl", on_host=is_on_host(where, position))
-
-
-def empty_rank(where: str, position: int) -> torch.nn.Parameter:
-    grad = torch.arange(1.0, 7.0).reshape(3, 2)
-    on_host = is_on_host(where, position)
-    return parameter(grad, mesh_of("hccl", (4,), ("fsdp",)), [Shard(0)], on_host=on_host)
-
-
-def in_dtype(where: str, position: int, dtype: torch.dtype, value: float) -> torch.nn.Parameter:
-    grad = torch.full((64, 3), value, dtype=dtype)
-    on_host = is_on_host(where, position)
-    return parameter(grad, mesh_of("hccl", (4,), ("fsdp",)), [Shard(0)], on_host=on_host)
-
-
-# Of the cases from public bug reports, those where shards are: parameters by rank and place.
-CASES = {
-    "dense-expert": lambda rank, at: [dense_at(at, 0), expert_at(at, 1)],
-    "dense-plain": lambda rank, at: [dense_at(at, 1), plain([50.0] * 4, at, 0)],
-    "dense-expert-lacking-on-one": lambda rank, at: [
-        dense_at(at, 0),
-        without_grad(expert_at(at, 1)) if rank == 3 else expert_at(at, 1),
-    ],
-    "hsdp": lambda rank, at: [hsdp(at, 0, 1.0), hsdp(at, 1, 0.5)],
-    "empty-rank": lambda rank, at: [empty_rank(at, 1), dense_at(at, 0)],
-    "no-gradient-on-one": lambda rank, at: [
-        without_grad(dense_at(at, 1)) if rank == 3 else dense_at(at, 1)
-    ],
-    "huge": lambda rank, at: [in_dtype(at, i, torch.float32, 1e20) for i in range(2)],
-    "tiny": lambda rank, at: [in_dtype(at, i, torch.float32, 1e-25) for i in range(2)],
-    "half": lambda rank, at: [in_dtype(at, i, torch.float16, 300.0) for i in range(2)],
-    "dtypes": lambda rank, at: [
-        in_dtype(at, 0, torch.float32, 3.0),
-        in_dtype(at, 1, torch.bfloat16, 4.0),
-    ],
-    "nan-on-one": lambda rank, at: [
-        dense_at(at, 0),
-        plain([math.nan if rank == 2 else 1.0, math.inf], at, 1),
-    ],
-    "nothing": lambda rank, at: [without_grad(dense_at(at, i)) for i in range(2)],
-}
-
-
-def clip_case(rank: int, case: str, where: str, norm_type: float) -> tuple[object, ...]:
-    params = CASES[case](rank, where)
-    total = hp.clip_grad_norm_(params, 1.0, norm_type)
-    grads = [local_grad(p).cpu() for p in params if p.grad is not None]
-    return repr(total.item()), total.dtype, grads
-
-
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf, 3.0])
-@pytest.mark.parametrize("case", CASES)
-def test_norm_and_gradients_have_the_same_bits_wherever_they_are(case, norm_type):
-    on_host, mixed, on_device = (
-        run_ranks(clip_case, 4, case, where, norm_type, backend=BACKEND, timeout_s=60)
-        for where in (HOST, MIXED, DEVICE)
-    )
-    for expected, *others in zip(on_host, mixed, on_device, strict=True):
-        for other in others:
-            assert other[:2] == expected[:2]
-            for ours, theirs in zip(other[2], expected[2], strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def random_shards(rank: int, where: str) -> list[torch.nn.Parameter]:

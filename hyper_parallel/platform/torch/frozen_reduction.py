@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.kernels import triton as kernels
 
+from .clip_request import NOTHING_ASKED, ClipRequest
 from .clip_result import ClipResult, Copies, Stopwatch
 from .declarations import NOTHING_DECLARED
 from .device_norms import DeviceNorms, is_launchable, lane_format
@@ -28,7 +29,6 @@ from .wire_format import Votes, WireFormat
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .clip_request import ClipRequest
     from .declarations import Declarations
     from .lanes import LaneKey
     from .parameter_list import ParameterList
@@ -123,8 +123,7 @@ class FrozenReduction:
         asked: Callable[[], ClipRequest],
         stopwatch: Stopwatch,
     ) -> ClipResult:
-        group, wire = self._group, WireFormat(self._group.size, norm_type)
-        norms: DeviceNorms | None = None
+        request, shards = NOTHING_ASKED, GradShards([], [], [])
         with LocalFailure() as failure:
             request, parameters = asked(), list_parameters()
             shards = collect_grad_shards(parameters, writable=request.changes_gradients)
@@ -132,12 +131,29 @@ class FrozenReduction:
                 # torch puts what a rank outside a mesh has of a DTensor, nothing, on the CPU.
                 shards = shards.select(i for i, t in enumerate(shards.tensors) if t.numel())
             self._validate(shards, parameters)
-            stopwatch.lap("collect")
+        stopwatch.lap("collect")
+        return self._queue(
+            shards, request, WireFormat(self._group.size, norm_type), failure, stopwatch
+        )
+
+    # Or buffers made there could not be viewed: as in staging_buffer.py.
+    @torch.inference_mode(mode=False)
+    def _queue(
+        self,
+        shards: GradShards,
+        request: ClipRequest,
+        wire: WireFormat,
+        failure: LocalFailure,
+        stopwatch: Stopwatch,
+    ) -> ClipResult:
+        """Queue everything on the device's stream."""
+        group, norms = self._group, None
+        with failure:
             if shards:
                 keys = [reach.rank_set for reach in shards.reaches]
-                norms = DeviceNorms(shards.tensors, keys, norm_type)
+                norms = DeviceNorms(shards.tensors, keys, wire.norm_type)
             buffer, table, copies = self._encode(norms, wire)
-            stopwatch.lap("measure")
+        stopwatch.lap("measure")
 
         module = torch.get_device_module(group.device)
         with collectives_of(group), module.device(group.device):
@@ -222,8 +238,7 @@ class FrozenReduction:
         packed: array[float] = wire.pack(Votes(), 0, lanes, 0)
         on_host = torch.frombuffer(packed, dtype=torch.float32)
         on_host[wire.header_numel :: wire.lane_numel] = value
-        with torch.inference_mode(mode=False):
-            return on_host.pin_memory().to(self._group.device, non_blocking=True)
+        return on_host.pin_memory().to(self._group.device, non_blocking=True)
 
     def _lists(self, wire: WireFormat) -> tuple[list[list[int]], list[tuple[int, ...]]]:
         """Return where the lanes of each norm begin: total, own, each rank set's; and those."""

@@ -148,11 +148,12 @@ class FrozenReduction:
     ) -> ClipResult:
         """Queue everything on the device's stream."""
         group, norms = self._group, None
-        with failure:
-            if shards:
-                keys = [reach.rank_set for reach in shards.reaches]
-                norms = DeviceNorms(shards.tensors, keys, wire.norm_type)
-            buffer, table, copies = self._encode(norms, wire)
+        if failure.error is None:
+            with failure:
+                if shards:
+                    keys = [reach.rank_set for reach in shards.reaches]
+                    norms = DeviceNorms(shards.tensors, keys, wire.norm_type)
+                buffer, table, copies = self._encode(norms, wire)
         stopwatch.lap("measure")
 
         module = torch.get_device_module(group.device)

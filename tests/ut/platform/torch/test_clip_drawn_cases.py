@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.drawn_cases import Case, Step, draw_case
 from tests.ranks import RankPool
 
 NUM_RANKS = 8
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DRAWS = [("gloo", seed) for seed in range(100)] + [("hccl", seed) for seed in range(100, 200)]
 MORE_DRAWS = [(backend, seed) for backend in ("gloo", "hccl") for seed in range(200, 400)]
 
@@ -48,6 +50,41 @@ def test_drawn_case_has_the_exact_norm(pool, backend, seed):
         else:
             assert_all_are_right(case, step, outcomes)
             assert_cost_is_least(case, number, outcomes)
+
+
+@pytest.mark.simnpu
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    "seed",
+    [*range(1000, 1015), *(pytest.param(s, marks=pytest.mark.slow) for s in range(1015, 1200))],
+)
+def test_drawn_case_on_devices_has_the_exact_norm(pool, seed):
+    """Frozen, where no gradient is Partial and no group is of one rank."""
+    case = on_devices(draw_case(seed, "hccl"))
+    print(case)  # noqa: T201
+    by_rank = dict(enumerate(pool.run(clip_case, case, timeout_s=30)))
+    for number, step in enumerate(case.steps):
+        assert_all_are_right(case, step, {rank: by_rank[rank][number] for rank in case.ranks})
+
+
+def on_devices(case: Case) -> Case:
+    """Return a case without faults that the device kernels can take, all of it."""
+    parameters = (
+        replace(p, on_host=False, dtype=p.dtype if p.dtype in KERNEL_DTYPES else torch.float32)
+        for p in case.parameters
+    )
+    steps = (
+        replace(step, fault=None, norm_type=step.norm_type if step.norm_type > 0.5 else 1.0)
+        for step in case.steps
+    )
+    return replace(
+        case,
+        parameters=tuple(parameters),
+        steps=tuple(steps),
+        with_model=True,
+        foreach=True,
+        reproducible=False,
+    )
 
 
 def assert_cost_is_least(case: Case, number: int, outcomes: dict[int, Outcome]) -> None:

@@ -71,13 +71,17 @@ class DrawnParameter:
         """Whether its gradient waits for a sum over several ranks."""
         return any(self.mesh.shape[i] > 1 for i in self.axes(Partial)) if self.mesh else False
 
+    def full_grad(self, seed: int, addend: tuple[int, ...] = ()) -> torch.Tensor:
+        """Return the full gradient; of a Partial one, the addend of these places on its axes."""
+        return _values(self, seed, addend)
+
     def local_grad(self, seed: int, rank: int) -> torch.Tensor:
         """Return this rank's shard of the gradient that `seed` gives; empty outside the mesh."""
         place = self.mesh.coordinate(rank) if self.mesh else ()
         if place is None:
             return torch.empty(0, dtype=self.dtype)
         addend = tuple(place[i] for i in self.axes(Partial))
-        shard = _values(self, seed, addend)
+        shard = self.full_grad(seed, addend)
         # _StridedShard cuts what the axes to its right have cut already.
         order = sorted(range(len(place)), key=lambda i: i in self.axes(_StridedShard))
         for axis in order:
@@ -283,7 +287,7 @@ def _draw_step(
 
 
 def _values(parameter: DrawnParameter, seed: int, addend: tuple[int, ...]) -> torch.Tensor:
-    """Return the full gradient; of a Partial one, the addend of these places on its axes."""
+    """Draw the full gradient."""
     which = sum(place << 3 * (n + 1) for n, place in enumerate(addend))
     generator = torch.Generator().manual_seed(seed + (which << 40))
 

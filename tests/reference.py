@@ -91,6 +91,9 @@ def assert_is_norm(
     if p != 0.0 and any(value != value for value in values):
         assert math.isnan(got), f"{got!r}, where a gradient is NaN"
         return
+    if p > 0.0 and any(map(math.isinf, map(abs, values))):
+        assert got == math.inf, f"{got!r}, where a gradient is infinite"
+        return
     is_complex = any(tensor.is_complex() for tensor in wide)
     if p == 2.0:
         parts = [t if not t.is_complex() else torch.view_as_real(t) for t in wide]
@@ -102,6 +105,11 @@ def assert_is_norm(
         relative += 0.0 if p in (0.0, math.inf, -math.inf) and not is_complex else 2.0**-44
     if exact == math.inf:
         assert got == math.inf
+        return
+    if got == math.inf:
+        largest = torch.finfo(norm.dtype).max
+        beyond = Fraction(largest) * (1 + Fraction(torch.finfo(norm.dtype).eps) / 4)
+        assert exact * (1 + Fraction(relative)) >= beyond**order, "inf, where the norm is finite"
         return
     assert math.isfinite(got), f"{got!r}, where the norm is finite"
     below, above = (

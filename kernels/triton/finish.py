@@ -5,10 +5,9 @@ Contract
     Output: for each list float32 [norm, coefficient, nonfinite], the last 1 if the norm is NaN or
     infinite for an element's sake, else 0.
     Accumulator: digits are added in int32, exactly; the 56 leading bits or more make a pair.
-    Error: the norm is within 0.5 + 2^-20 ulp of the lanes' exact one; where it is subnormal
-    within 0.75 ulp, since it is rounded to 24 bits first. The coefficient is
-    min(1, max_norm * (1 / (norm + 1e-6))), torch's operations in torch's order, the division
-    within 0.5 + 2^-22 ulp.
+    Error: the norm is within 0.5 + 2^-20 ulp of the lanes' exact one, subnormal ones too where
+    the device keeps them. The coefficient is min(1, max_norm * (1 / (norm + 1e-6))), torch's
+    operations in torch's order, the division within 0.5 + 2^-22 ulp.
     Tail: digits are masked.
     Limits: 64 lanes per list. Aliasing: the pointers must be of different memory.
 """
@@ -18,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arithmetic import add_to_pair, power_of_two, split
+from .arithmetic import add_to_pair, exponent_above, power_of_two, split
 
 __all__ = ["finish_kernel"]
 
@@ -46,7 +45,7 @@ def leading_pair(digits, index, DIGIT_BITS: tl.constexpr, NUM_LEADING: tl.conste
 
 @triton.jit
 def root_of_pair(high, low):
-    """Return sqrt(high + low), rounded once but for an error of 2^-22 ulp; 0 of 0.
+    """Return sqrt(high + low) as a sum of two floats, within 2^-22 ulp of the first; 0 of 0.
 
     One step of Newton from an approximate root, with the exact square of that.
     """
@@ -54,7 +53,26 @@ def root_of_pair(high, low):
     a, b = split(root)
     rest = (((high - a * a) - (a + a) * b) - b * b) + low
     safe = tl.where(root > 0.0, root, 1.0)
-    return tl.where(root > 0.0, root + rest / (safe + safe), 0.0)
+    return root, tl.where(root > 0.0, rest / (safe + safe), 0.0)
+
+
+@triton.jit
+def round_pair(high, low, exponent):
+    """Return (high + low) * 2^exponent, rounded once; high is 0 or from 2^-2 to 2^31.
+
+    What will be subnormal is rounded here to a multiple of 2^-149, not to 24 bits first.
+    """
+    rounded = high + low
+    unit = power_of_two(tl.minimum(-149 - exponent, 60))
+    shift = unit * 12582912.0  # 1.5 * 2^23
+    kept = (high + shift) - shift
+    rest = high - kept
+    above = (rest - unit * 0.5) + low
+    below = (rest + unit * 0.5) + low
+    kept = tl.where(above > 0.0, kept + unit, tl.where(below < 0.0, kept - unit, kept))
+    rounded = tl.where(exponent_above(rounded) + exponent <= -126, kept, rounded)
+    half = exponent >> 1
+    return rounded * power_of_two(half) * power_of_two(exponent - half)
 
 
 @triton.jit
@@ -91,7 +109,7 @@ def finish_kernel(
         lists_ptr: int64: for each program where its list begins and ends, counted from here; then
             the lists: where each lane begins in the buffer.
         results_ptr: float32 [number of programs, 3].
-        max_norm: float32; infinite to measure only, then the coefficient is 1.
+        max_norm: float32; negative to measure only, then the coefficient is 1.
         POWER: 2 or 1 for lanes under SUM, 0 for the maxima under MAX.
         NUM_DIGITS: Of a lane, at most BLOCK.
         DIGIT_BITS: w.
@@ -123,17 +141,14 @@ def finish_kernel(
         if POWER == 2:
             odd = exponent & 1
             factor = tl.where(odd == 1, 2.0, 1.0)
-            norm = root_of_pair(high * factor, low * factor)
+            high, low = root_of_pair(high * factor, low * factor)
             exponent = (exponent - odd) >> 1
-        else:
-            norm = high + low
-        half = exponent >> 1
-        norm = norm * power_of_two(half) * power_of_two(exponent - half)
+        norm = round_pair(high, low, exponent)
     norm = tl.where(num_inf > 0.0, INFINITY, norm)
     norm = tl.where(num_nan != 0.0, float("nan"), norm)  # NaN != 0
     coefficient = reciprocal(norm + 1e-6) * max_norm
     coefficient = tl.where(coefficient > 1.0, 1.0, coefficient)
-    coefficient = tl.where(max_norm == INFINITY, 1.0, coefficient)
+    coefficient = tl.where(max_norm < 0.0, 1.0, coefficient)
     result_ptr = results_ptr + 3 * program
     tl.store(result_ptr, norm)
     tl.store(result_ptr + 1, coefficient)

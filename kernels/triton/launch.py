@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from array import array
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,7 @@ __all__ = ["LaneFormat", "LaneTable", "Launcher", "is_available"]
 _EXACT_SQUARES = (torch.bfloat16, torch.float16)  # in float32
 _LOG2_BLOCK = 12
 _LEADING_BITS = 56
+_MEASURE_ONLY = -1.0  # as max_norm; infinity is what numbers beyond float32 become
 
 
 class LaneFormat(NamedTuple):
@@ -230,7 +232,7 @@ class Launcher:
                 reduced,
                 lanes.lists,
                 results,
-                max_norm,
+                _MEASURE_ONLY if max_norm == math.inf else _as_float32(max_norm),
                 POWER=form.power,
                 NUM_DIGITS=num_digits,
                 DIGIT_BITS=form.digit_bits,
@@ -310,6 +312,12 @@ def _shape_of(device: torch.device) -> _Shape:
         return _Shape(properties["num_vectorcore"], {})
     properties = torch.cuda.get_device_properties(device)
     return _Shape(4 * properties.multi_processor_count, {"num_warps": 8})
+
+
+def _as_float32(value: float) -> float:
+    """Return the float32 that a device takes it for; Triton's interpreter would not."""
+    rounded: float = torch.tensor(value, dtype=torch.float32, device="cpu").item()
+    return rounded
 
 
 def _power_of_two_from(numel: int) -> int:

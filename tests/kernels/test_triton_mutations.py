@@ -89,6 +89,16 @@ def norm(kernels: ModuleType) -> None:
         check_finish(kernels, [lane], 2, 17, 1e-4)
 
 
+def subnormal_norm(kernels: ModuleType) -> None:
+    # 1 + 2^-25 halves of the last place: to 24 bits a tie.
+    lane = WireFormat(128, 1.0).encode(PartialNorm(2.0**-150 * (1.0 + 2.0**-25))).tolist()
+    check_finish(kernels, [lane], 1, 17, 1.0)
+
+
+def measured_only(kernels: ModuleType) -> None:
+    check_finish(kernels, [LANES[0]], 2, 17, math.inf)
+
+
 def nan_in_a_lane(kernels: ModuleType) -> None:
     check_finish(kernels, [[1.0, *LANES[0][1:]]], 2, 17, 1.0)
 
@@ -100,7 +110,7 @@ def scaling(kernels: ModuleType) -> None:
 
 CHECKS: list[Callable[[ModuleType], None]] = [
     tails, nan_in_a_tensor, inf_in_a_tensor, huge_and_tiny, spike, mixed_dtypes, lanes, votes, norm,
-    nan_in_a_lane, scaling,
+    subnormal_norm, measured_only, nan_in_a_lane, scaling,
 ]  # fmt: skip
 
 MUTATIONS = {
@@ -141,7 +151,11 @@ MUTATIONS = {
     "vote not cast": (
         "encode", "num_nan + num_inf > 0.0", "num_inf > 0.0", votes),
     "root not refined": (
-        "finish", "root + rest / (safe + safe)", "root + 0.0 * rest", norm),
+        "finish", "rest / (safe + safe)", "0.0 * rest", norm),
+    "subnormal rounded twice": (
+        "finish", "<= -126, kept, rounded", "<= -126, rounded, rounded", subnormal_norm),
+    "measured only, yet scaled": (
+        "finish", "max_norm < 0.0, 1.0", "max_norm == 7.0, 1.0", measured_only),
     "odd exponent forgotten": (
         "finish", "tl.where(odd == 1, 2.0, 1.0)", "1.0", norm),
     "epsilon forgotten": (

@@ -180,7 +180,7 @@ def test_finish_rounds_the_norm_once(power, digit_bits, data):
 
 @pytest.mark.parametrize("power", [2, 1])
 def test_finish_of_special_lanes(power):
-    for max_norm in (0.0, 1.0, 1e30, math.inf):
+    for max_norm in (0.0, 1.0, 1e30, 1e39, math.inf):
         check_finish(kernels, [host_lane(0.0, 17)], power, 17, max_norm)
         check_finish(kernels, [host_lane(2.0, 17), host_lane(0.0, 17, 0, 1)], power, 17, max_norm)
         check_finish(kernels, [host_lane(2.0, 17, 1, 1)], power, 17, max_norm)
@@ -214,6 +214,17 @@ def test_finish_rounds_ties_and_near_ties_to_nearest():
         for hair in (-(2.0**-43), 2.0**-43):
             value = float(middle**2 * (1 + Fraction(hair)))
             check_finish(kernels, [host_lane(value, 17)], 2, 17, 1.0)
+
+
+@pytest.mark.parametrize("power", [2, 1])
+@settings(max_examples=60)
+@given(data=st.data())
+def test_finish_rounds_subnormal_norms_once(power, data):
+    """Around multiples and halves of 2^-149, of which the last bits of a sum say on what side."""
+    halves = data.draw(st.integers(0, 2**25)) >> data.draw(st.integers(0, 24))
+    hair = data.draw(st.sampled_from([0, 1, -1])) * data.draw(st.sampled_from([2.0**-25, 2.0**-14]))
+    exact = (Fraction(halves) * Fraction(1, 2**150)) ** power * (1 + Fraction(hair))
+    check_finish(kernels, [host_lane(float(exact), 17)], power, 17, 1.0)
 
 
 @pytest.mark.parametrize("coefficient", [0.3, 1.0, 0.0, 2.0**-140, math.nan])

@@ -200,3 +200,15 @@ def test_is_installed() -> None:
     assert simnpu.is_installed()
     assert simnpu.install()
     assert torch.accelerator.current_accelerator() == torch.device("npu")
+
+
+def test_views_in_inference_mode_are_what_the_tensor_is() -> None:
+    ordinary = torch.arange(6.0, device="npu")
+    with torch.inference_mode():
+        made_there = torch.arange(6.0, device="npu")
+        views = [ordinary[2:], ordinary.view(2, 3), ordinary.narrow(0, 1, 2)]
+        assert not any(view.is_inference() for view in views)
+        assert made_there[2:].is_inference()
+        assert (ordinary * 2).is_inference()
+    views[0].add_(1)
+    assert ordinary.tolist() == [0, 1, 3, 4, 5, 6]

@@ -164,6 +164,19 @@ def test_device_context_restores_the_previous_device() -> None:
     assert torch.npu.current_device() == 0
 
 
+def test_work_runs_on_the_stream_of_its_tensors_device() -> None:
+    other = torch.device("npu", 1)
+    source = torch.arange(4.0).pin_memory()
+    assert torch.npu.current_device() == 0
+    copied = source.to(other, non_blocking=True)
+    doubled = torch.empty(4).pin_memory()
+    doubled.copy_(copied * 2, non_blocking=True)
+    torch.npu.synchronize(0)
+    assert doubled.tolist() != [0.0, 2.0, 4.0, 6.0]
+    torch.npu.synchronize(other)
+    assert doubled.tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
 def test_device_index_out_of_range_names_the_limit() -> None:
     with pytest.raises(RuntimeError, match="not below the number of simulated devices"):
         torch.npu.set_device(100)

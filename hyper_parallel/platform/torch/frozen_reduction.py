@@ -7,7 +7,6 @@ was not agreed on cannot be told to the others; it poisons their norm with NaN a
 
 from __future__ import annotations
 
-import functools
 import math
 from array import array
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.kernels import triton as kernels
 
+from .clip_request import NOTHING_ASKED, ClipRequest
 from .clip_result import ClipResult, Copies, Stopwatch
 from .declarations import NOTHING_DECLARED
 from .deferred_scaling import Scaling
@@ -30,7 +30,6 @@ from .wire_format import Votes, WireFormat
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .clip_request import ClipRequest
     from .declarations import Declarations
     from .lanes import LaneKey
     from .parameter_list import ParameterList
@@ -58,6 +57,7 @@ class FrozenReduction:
         self._group = group
         self._layout = group.layout
         self._templates: dict[float, torch.Tensor] = {}
+        self._known_lists: dict[float, tuple[list[list[int]], list[tuple[int, ...]]]] = {}
         self._idle = kernels.Launcher([], [], group.device)  # of a clip without gradients
 
     @classmethod
@@ -82,7 +82,7 @@ class FrozenReduction:
             and len(foretold) <= kernels.MAX_ROWS_PER_LANE // 2
             and not foretold.pending
             and all(
-                tensor.device == group.device and is_launchable(tensor)
+                tensor.numel() == 0 or (tensor.device == group.device and is_launchable(tensor))
                 for tensor in map(_local_of, foretold.tensors)
             )
         )
@@ -124,22 +124,44 @@ class FrozenReduction:
         asked: Callable[[], ClipRequest],
         stopwatch: Stopwatch,
     ) -> ClipResult:
-        group, wire = self._group, WireFormat(self._group.size, norm_type)
-        norms: DeviceNorms | None = None
+        request, shards = NOTHING_ASKED, GradShards([], [], [])
         with LocalFailure() as failure:
             request, parameters = asked(), list_parameters()
             shards = collect_grad_shards(parameters, writable=request.changes_gradients)
+            if not all(map(torch.Tensor.numel, shards.tensors)):
+                # torch puts what a rank outside a mesh has of a DTensor, nothing, on the CPU.
+                shards = shards.select(i for i, t in enumerate(shards.tensors) if t.numel())
             self._validate(shards, parameters)
             Scaling(foreach=True).validate(parameters, shards, request)
-            stopwatch.lap("collect")
-            if shards:
-                keys = [reach.rank_set for reach in shards.reaches]
-                norms = DeviceNorms(shards.tensors, keys, norm_type)
-            stopwatch.lap("measure")
+        stopwatch.lap("collect")
+        return self._queue(
+            shards, request, WireFormat(self._group.size, norm_type), failure, stopwatch
+        )
+
+    # Or buffers made there could not be viewed: as in staging_buffer.py.
+    @torch.inference_mode(mode=False)
+    def _queue(
+        self,
+        shards: GradShards,
+        request: ClipRequest,
+        wire: WireFormat,
+        failure: LocalFailure,
+        stopwatch: Stopwatch,
+    ) -> ClipResult:
+        """Queue everything on the device's stream."""
+        group, norms = self._group, None
+        if failure.error is None:
+            with failure:
+                if shards:
+                    keys = [reach.rank_set for reach in shards.reaches]
+                    norms = DeviceNorms(shards.tensors, keys, wire.norm_type)
+                buffer, table, copies = self._encode(norms, wire)
+        stopwatch.lap("measure")
 
         module = torch.get_device_module(group.device)
         with collectives_of(group), module.device(group.device):
-            buffer, table, copies = self._encode(norms, wire, is_poisoned=bool(failure.error))
+            if failure.error is not None:
+                buffer = self._packed(wire, value=1.0)
             op = dist.ReduceOp.SUM if wire.op == "sum" else dist.ReduceOp.MAX
             num_reduced = wire.header_numel + len(self._layout.lane_of) * wire.lane_numel
             dist.all_reduce(buffer[:num_reduced], op=op, group=group.group)
@@ -189,17 +211,13 @@ class FrozenReduction:
             )
 
     def _encode(
-        self, norms: DeviceNorms | None, wire: WireFormat, *, is_poisoned: bool
+        self, norms: DeviceNorms | None, wire: WireFormat
     ) -> tuple[torch.Tensor, kernels.LaneTable, Copies]:
         """Return the buffer to reduce, the table to finish it by, and what they cost."""
         num_templates = len(self._templates)
         template = self._template(wire)
         copies = Copies(h2d=len(self._templates) - num_templates)
         lists, _ = self._lists(wire)
-        if is_poisoned:
-            poison = self._packed(wire, value=1.0)
-            copies += Copies(h2d=1)
-            return poison, kernels.LaneTable([], lists, self._group.device), copies
         if norms is None:
             table = kernels.LaneTable([], lists, self._group.device)
             return template.clone(), table, copies + Copies(h2d=1)
@@ -223,19 +241,17 @@ class FrozenReduction:
         packed: array[float] = wire.pack(Votes(), 0, lanes, 0)
         on_host = torch.frombuffer(packed, dtype=torch.float32)
         on_host[wire.header_numel :: wire.lane_numel] = value
-        with torch.inference_mode(mode=False):
-            return on_host.pin_memory().to(self._group.device, non_blocking=True)
+        return on_host.pin_memory().to(self._group.device, non_blocking=True)
 
     def _lists(self, wire: WireFormat) -> tuple[list[list[int]], list[tuple[int, ...]]]:
         """Return where the lanes of each norm begin: total, own, each rank set's; and those."""
-        return self._lists_of_width(wire.header_numel, wire.lane_numel)
+        if wire.norm_type not in self._known_lists:
+            self._known_lists[wire.norm_type] = self._lay_out_lists(wire)
+        return self._known_lists[wire.norm_type]
 
-    @functools.cache  # noqa: B019 - of two widths at most
-    def _lists_of_width(
-        self, header_numel: int, lane_numel: int
-    ) -> tuple[list[list[int]], list[tuple[int, ...]]]:
+    def _lay_out_lists(self, wire: WireFormat) -> tuple[list[list[int]], list[tuple[int, ...]]]:
         num_reduced = len(self._layout.lane_of)
-        starts = [header_numel + lane * lane_numel for lane in range(num_reduced + 2)]
+        starts = [wire.header_numel + lane * wire.lane_numel for lane in range(num_reduced + 2)]
         rank_sets = list(self._layout.own_rank_sets)
         own = [starts[self._layout.lane_of[rank_set]] for rank_set in rank_sets]
         unsharded, everything = starts[num_reduced:]

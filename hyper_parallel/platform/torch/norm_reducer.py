@@ -167,14 +167,14 @@ def _reduce_once(
     if brought.early is not None and partials is not None:
         with brought.failure:
             on_device = pack_on_device(brought.early, partials, layout, wire, group.device)
+    resident = brought.resident
+    encoded = resident.for_layout(layout, wire, brought.failure) if resident else None
     votes = replace(
         brought.votes,
         error=brought.failure.error is not None,
         new_rank_set=call_kind is None or partials is None,
     )
     numel = wire.header_numel + len(layout.lane_of) * wire.lane_numel
-    resident = brought.resident
-    encoded = resident.for_layout(layout, wire) if resident else None
     staging = _staging_of(
         group, numel, max(2 * wire.lane_numel, encoded.row_numel if encoded else 0)
     )
@@ -186,7 +186,7 @@ def _reduce_once(
         packed_header = wire.pack_header(votes, stamp, call_kind or 0)
         buffer, cost = staging.sum_on_device(packed_header, on_device, group.group)
     group.copies += cost
-    if resident:
+    if resident and encoded:
         resident.arrive(buffer[numel:])
     header = wire.decode_header(buffer[: wire.header_numel].tolist(), stamp, call_kind or 0)
     if header is None or header.error or header.new_rank_set:

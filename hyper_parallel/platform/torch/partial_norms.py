@@ -122,8 +122,8 @@ def scale_(
     for tensor in singly:
         if tensor.dim() and tensor.layout == torch.strided:
             tensor.narrow(0, 0, 0).mul_(coef)  # nothing, but its class may refuse
-    for (scale_group_, _, _), group in groups.items():
-        copies += scale_group_(group, coef) or Copies()
+    for way in sorted(groups, key=lambda way: way[1] is None):  # launches may fail: first
+        copies += way[0](groups[way], coef) or Copies()
     for tensor in singly:
         tensor.mul_(coef)
     return copies

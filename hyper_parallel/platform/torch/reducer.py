@@ -39,10 +39,12 @@ class NormReducer:
     Args:
         model: If given, the group's ranks agree on its rank sets here, so that the first clip costs
             what every clip costs, and errors name its parameters. If the model lies on the group's
-            devices on all ranks, and there are kernels for these, clips that do not ask for an
-            error then run without the host: nothing is copied up or down or waited for, and norms
-            and coefficient stay on the device. A rank whose gradients are not as agreed raises
-            alone, and the others' norm is NaN.
+            devices on all ranks, and there are kernels for these, clips of p = 2, 1 or inf that do
+            not ask for an error then run without the host: nothing is copied up or down or waited
+            for, and norms and coefficient stay on the device. A rank whose gradients are not as
+            agreed raises alone, and the others' norm is NaN; that all ranks ask for the same clip
+            is not checked. Not with pp_group, declared tensors, reproducible=True or one rank:
+            these take the way of every other clip, with its result. `explain()` says which it is.
         group: Ranks to reduce over; the default group if None.
         pp_group: See `clip_grad_norm_`.
         sharded_over: See there; tensors of the model, of which a clip may list some.
@@ -142,11 +144,18 @@ class NormReducer:
         uses = lane_uses(self._foretold, layout, stages)
         if group is not None:
             lines.append(f"buffer:   {describe_buffer(group.size, len(lane_of))}")
+            if group.device.type != "cpu":
+                lines.append(f"copies:   {self._explain_copies()}")
         lines.append(f"kernels:  {describe_kernels()}")
         lines.append(format_lanes(uses, lane_of))
         if others := len(lane_of) - sum(use.rank_set in lane_of for use in uses):
             lines.append(f"and {others} lanes that this rank does not read")
         return "\n".join(lines)
+
+    def _explain_copies(self) -> str:
+        if self._frozen is None or self._reproducible:
+            return "one up and one down in each clip, and one wait"
+        return "none, and no wait, in clips of p = 2, 1 or inf that do not ask for an error"
 
     def _explain_group(self) -> str:
         if self._group is None:

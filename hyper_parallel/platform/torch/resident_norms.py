@@ -12,7 +12,7 @@ import torch
 
 from .device_norms import DeviceNorms, is_launchable, lane_format
 from .lanes import ShardUnion
-from .wire_format import PartialNorm, PartialNorms, WireFormat
+from .wire_format import VOTE_PLACES, PartialNorm, PartialNorms, WireFormat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hyper_parallel.kernels import triton as kernels
 
     from .clip_result import Copies
+    from .failure import LocalFailure
     from .grad_shards import GradShards
     from .lanes import LaneKey, Layout
     from .reduction_groups import ReductionGroup
@@ -80,11 +81,16 @@ class ResidentNorms:
         """What it has cost beside the reduce: copies up of tables that were not those before."""
         return self._norms.copies
 
-    def for_layout(self, layout: Layout, wire: WireFormat) -> EncodedNorms:
-        """Return them as they enter the lanes of a layout."""
+    def for_layout(
+        self, layout: Layout, wire: WireFormat, failure: LocalFailure
+    ) -> EncodedNorms | None:
+        """Return them as they enter the lanes of a layout; None if that fails, which is kept."""
         form = lane_format(wire)
         assert form is not None  # noqa: S101 - `launch` has asked
-        return EncodedNorms(self._norms, self._norms.lane_table(list(layout.lane_of)), form)
+        with failure:
+            table = self._norms.lane_table(list(layout.lane_of))
+            return EncodedNorms(self._norms, table, form, failure)
+        return None
 
     def arrive(self, rows: torch.Tensor) -> None:
         """Take the rows that came down with the lanes, float32 on the host."""
@@ -121,14 +127,20 @@ class EncodedNorms:
         norms: Launched.
         table: Sends their rows to lanes.
         form: The wire format.
+        failure: Of this rank.
     """
 
     def __init__(
-        self, norms: DeviceNorms, table: kernels.LaneTable, form: kernels.LaneFormat
+        self,
+        norms: DeviceNorms,
+        table: kernels.LaneTable,
+        form: kernels.LaneFormat,
+        failure: LocalFailure,
     ) -> None:
         self._norms = norms
         self._table = table
         self._form = form
+        self._failure = failure
 
     @property
     def row_numel(self) -> int:
@@ -136,6 +148,14 @@ class EncodedNorms:
         return self._norms.row_numel
 
     def encode(self, arrived: torch.Tensor, lanes: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add the norms to header and lanes in `arrived`, into `lanes`; copy their rows."""
-        self._norms.launcher.encode(arrived, lanes, self._table, self._form)
-        rows.copy_(self._norms.rows.view(-1))
+        """Add the norms to header and lanes in `arrived`, into `lanes`; copy their rows.
+
+        The others wait for this rank's buffer: if it fails, the header says so.
+        """
+        with self._failure:
+            self._norms.launcher.encode(arrived, lanes, self._table, self._form)
+            rows.copy_(self._norms.rows.view(-1))
+            return
+        rows.zero_()
+        lanes.copy_(arrived)
+        lanes[VOTE_PLACES["error"]].fill_(1.0)

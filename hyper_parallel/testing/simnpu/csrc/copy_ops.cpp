@@ -12,6 +12,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <cstdint>
@@ -91,6 +92,7 @@ at::Tensor CopyFrom(const at::Tensor& source, const at::Tensor& destination, boo
   if (source.numel() == 0) {
     return destination;
   }
+  const c10::DeviceGuard guard((IsNpu(destination) ? destination : source).device());
   if (IsNpu(source) && IsNpu(destination)) {
     CopyOnDevice(source, destination);
     return destination;

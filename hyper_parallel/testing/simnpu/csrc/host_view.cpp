@@ -1,5 +1,6 @@
 #include "host_view.h"
 
+#include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
 
 #include <utility>
@@ -10,6 +11,8 @@ namespace simnpu {
 namespace {
 
 at::Tensor TensorOver(c10::Storage storage, c10::DispatchKey key, const at::Tensor& layout) {
+  // An inference tensor if the other is one, whatever the mode is now: as views are.
+  const c10::InferenceMode as_the_other(layout.is_inference());
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
       std::move(storage), c10::DispatchKeySet(key), layout.dtype());
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();

@@ -5,10 +5,12 @@
 // show, stay queued.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -117,8 +119,20 @@ void PrepareStream(const c10::FunctionSchema& schema, const torch::jit::Stack& s
   }
 }
 
+// The device of the first tensor on one, whose stream an operator runs on.
+std::optional<c10::Device> DeviceOfArguments(const c10::FunctionSchema& schema,
+                                             const torch::jit::Stack& stack) {
+  for (size_t i = stack.size() - schema.arguments().size(); i < stack.size(); ++i) {
+    if (stack[i].isTensor() && IsNpu(stack[i].toTensor())) {
+      return stack[i].toTensor().device();
+    }
+  }
+  return std::nullopt;
+}
+
 void RunCpuKernel(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
+  const c10::OptionalDeviceGuard guard(DeviceOfArguments(schema, *stack));
   PrepareStream(schema, *stack);
 
   OpArguments arguments(schema.name(), MayMixDevices(schema.name()));

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import random
+import weakref
 
 import pytest
 import torch
 
 import hyper_parallel as hp
+from hyper_parallel.kernels import triton as kernels
 from hyper_parallel.testing import simnpu, triton_interpreter
 from tests.ranks import run_ranks
-from tests.sharding import Replicate, Shard, local_grad, mesh_of, on_the_host, parameter
+from tests.sharding import (
+    Replicate,
+    Shard,
+    host_dtensor,
+    local_grad,
+    mesh_of,
+    on_the_host,
+    parameter,
+)
 
 pytestmark = [
     pytest.mark.simnpu,
@@ -73,6 +85,7 @@ def count(rank: int) -> dict[str, int]:
     result = reducer.clip_(model.parameters(), 0.5)
     counters = simnpu.counters()
     assert result.copies == type(result.copies)(collectives=1)
+    assert "copies:   none, and no wait" in reducer.explain()
     assert result.total_norm.item() == pytest.approx(1.0, rel=1e-2)
     norms = [torch.linalg.vector_norm(grad.float()) for grad in local_grads(model)]
     assert max(norms) < 0.5
@@ -85,6 +98,84 @@ def test_frozen_clip_copies_nothing_and_waits_for_nothing():
         assert counters["collectives"] == 1
         # Measure and scale per dtype, encode, finish.
         assert counters["kernel_launches"] == 3 + 1 + 1 + 3
+
+
+def take_random_steps(rank: int) -> None:
+    """Other gradients in every step: which, where, of what dtype and size; other requests."""
+    draw = random.Random(3)
+    ours, theirs = Model(), Model()
+    reducer, asking = hp.NormReducer(ours), hp.NormReducer()
+    for step in range(12):
+        seed = draw.randrange(1 << 30)
+        special = {4: math.nan, 7: -math.inf}.get(step, 1.0)
+        keep = [[draw.random() < 0.7 for _ in range(3)] for _ in range(4)][rank]
+        max_norm, norm_type = (
+            draw.choice([1.0, 0.1, 0, math.inf, 1e39]),
+            draw.choice([2, 1, math.inf]),
+        )
+        results = []
+        for model, its in ((ours, reducer), (theirs, asking)):
+            give_gradients(model, seed, keep, special if rank == 1 else 1.0)
+            listed = list(model.parameters())[rank % 2 if step % 3 == 2 else 0 :]
+            with torch.inference_mode(step % 4 == 1):
+                results.append(its.clip_(listed, max_norm, norm_type))
+        if step == 5:  # the group's layout grows, that of the frozen reducer does not
+            mesh = mesh_of("hccl", (2, 2), ("a", "b"))
+            asking.clip_([parameter(torch.ones(8), mesh, [Shard(0), Replicate()])], 1.0)
+        assert results[0].copies.host_syncs == 0
+        ours_then_theirs = [
+            [repr(getattr(r, name).item()) for name in ("total_norm", "clip_coef", "local_norm")]
+            for r in results
+        ]
+        assert ours_then_theirs[0] == ours_then_theirs[1], f"step {step}"
+        for a, b in zip(main_grads(ours), main_grads(theirs), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def give_gradients(model: Model, seed: int, keep: list[bool], factor: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param, kept in zip(model.parameters(), keep, strict=True):
+        size = 10.0 ** (12 * torch.rand((), generator=generator) - 6)
+        dtype = (torch.float32, torch.bfloat16)[seed % 2]
+        grad = (size * torch.randn(16, 5, generator=generator)).to(dtype)
+        grad = host_dtensor(grad, param.device_mesh, param.placements, on_host=False)
+        grad.to_local().view(-1)[-1:].mul_(factor)
+        param.grad, param.main_grad = None, grad if kept else None
+
+
+def main_grads(model: Model) -> list[torch.Tensor]:
+    grads = [param.main_grad for param in model.parameters()]
+    return [grad.to_local().cpu() for grad in grads if grad is not None]
+
+
+def test_steps_that_differ_in_everything_have_the_bits_of_a_reducer_that_asks():
+    run_ranks(take_random_steps, 4, backend=BACKEND, timeout_s=60)
+
+
+def take_turns(rank: int) -> set[float]:
+    """More models than are remembered on the device."""
+    models = [Model() for _ in range(10)]
+    turns = [(model, hp.NormReducer(model)) for model in models] * 2
+    return {r.clip_(model.parameters(), 1e9).total_norm.item() for model, r in turns}
+
+
+def test_models_that_take_turns_do_not_get_in_each_others_way():
+    assert all(len(norms) == 1 for norms in run_ranks(take_turns, 4, backend=BACKEND, timeout_s=60))
+
+
+def forget(rank: int) -> bool:
+    model = Model()
+    reducer = hp.NormReducer(model)
+    reducer.clip_(model.parameters(), 1.0)
+    frozen = weakref.ref(reducer._frozen)
+    assert frozen() is not None
+    del reducer
+    gc.collect()
+    return frozen() is None
+
+
+def test_reducer_is_not_kept_alive():
+    assert all(run_ranks(forget, 4, backend=BACKEND, timeout_s=60))
 
 
 def count_after_a_move(rank: int) -> tuple[int, int, int]:
@@ -126,6 +217,34 @@ def test_what_was_not_agreed_on_makes_the_norm_nan_and_raises_where_it_is():
     assert "rank 2" in outcomes[2][1]
 
 
+def break_down(rank: int, method: str) -> tuple[object, float]:
+    """A launch that fails on rank 2, and the clip after it."""
+    model = Model()
+    before = local_grads(model)
+    reducer = hp.NormReducer(model)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            patch.setattr(kernels.Launcher, method, failing)
+            with pytest.raises(OSError, match="no space left"):
+                reducer.clip_(model.parameters(), 0.5)
+            assert all(map(torch.equal, local_grads(model), before))
+            first = math.nan
+        else:
+            first = reducer.clip_(model.parameters(), 0.5).total_norm.item()
+    model = Model()
+    return first, reducer.clip_(model.parameters(), 0.5).total_norm.item()
+
+
+def failing(*arguments: object, **options: object) -> None:
+    raise OSError("no space left on device")
+
+
+@pytest.mark.parametrize("method", ["partial_norms", "lane_table", "encode"])
+def test_launch_that_fails_makes_the_norm_nan_and_the_next_clip_is_right(method):
+    outcomes = run_ranks(break_down, 4, method, backend=BACKEND, timeout_s=20)
+    assert all(math.isnan(first) and second > 0 for first, second in outcomes)
+
+
 def bad_request(rank: int) -> float:
     model = Model()
     reducer = hp.NormReducer(model)
@@ -154,7 +273,9 @@ def test_clip_that_asks_for_an_error_asks_the_others():
 
 def host_model_on_one(rank: int) -> str:
     model = Model(on_host=rank == 0)
-    return hp.NormReducer(model).clip_(model.parameters(), 1.0).clip_coef.device.type
+    reducer = hp.NormReducer(model)
+    assert "copies:   one up and one down in each clip, and one wait" in reducer.explain()
+    return reducer.clip_(model.parameters(), 1.0).clip_coef.device.type
 
 
 def test_one_rank_off_its_device_keeps_all_from_freezing():

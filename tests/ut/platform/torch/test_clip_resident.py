@@ -1,6 +1,7 @@
-"""Gradients that live on the device, all or some, against the same on the host.
+"""Gradients that live on the device, all or some: what a clip costs, and what fails.
 
-On the simulated NPU; the device kernels run in Triton's interpreter.
+On the simulated NPU; the device kernels run in Triton's interpreter. Norms and gradients, case by
+case, are in test_clip_residency.py.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 import hyper_parallel as hp
+from hyper_parallel.kernels import triton as kernels
 from hyper_parallel.testing import simnpu, triton_interpreter
 from tests.ranks import run_ranks
 from tests.reference import assert_rounds_sqrt, exact_pow_sum
-from tests.sharding import Replicate, Shard, dense, expert, local_grad, mesh_of, parameter
+from tests.sharding import Shard, local_grad, mesh_of, parameter
 
 pytestmark = [
     pytest.mark.simnpu,
@@ -27,98 +29,11 @@ pytestmark = [
 BACKEND = "cpu:gloo,npu:hccl"
 COUNTERS = ("h2d", "d2h", "collectives", "host_syncs", "early_rewrites")
 HOST, MIXED, DEVICE = "host", "mixed", "device"
+WITH_MODEL = ", with a model"
 
 
 def is_on_host(where: str, position: int) -> bool:
     return where == HOST or (where == MIXED and position % 2 == 0)
-
-
-def plain(values: list[float], where: str, position: int) -> torch.nn.Parameter:
-    device = "cpu" if is_on_host(where, position) else "npu"
-    result = torch.nn.Parameter(torch.zeros(len(values), device=device))
-    result.grad = torch.tensor(values, device=device)
-    return result
-
-
-def without_grad(param: torch.nn.Parameter) -> torch.nn.Parameter:
-    param.grad = None
-    return param
-
-
-def hsdp(where: str, position: int, scale: float) -> torch.nn.Parameter:
-    grad = scale * torch.arange(1.0, 33.0).reshape(8, 4)
-    mesh = mesh_of("hccl", (2, 2), ("replicate", "shard"))
-    on_host = is_on_host(where, position)
-    return parameter(grad, mesh, [Replicate(), Shard(0)], on_host=on_host)
-
-
-def dense_at(where: str, position: int) -> torch.nn.Parameter:
-    return dense("hccl", on_host=is_on_host(where, position))
-
-
-def expert_at(where: str, position: int) -> torch.nn.Parameter:
-    return expert("hccl", on_host=is_on_host(where, position))
-
-
-def empty_rank(where: str, position: int) -> torch.nn.Parameter:
-    grad = torch.arange(1.0, 7.0).reshape(3, 2)
-    on_host = is_on_host(where, position)
-    return parameter(grad, mesh_of("hccl", (4,), ("fsdp",)), [Shard(0)], on_host=on_host)
-
-
-def in_dtype(where: str, position: int, dtype: torch.dtype, value: float) -> torch.nn.Parameter:
-    grad = torch.full((64, 3), value, dtype=dtype)
-    on_host = is_on_host(where, position)
-    return parameter(grad, mesh_of("hccl", (4,), ("fsdp",)), [Shard(0)], on_host=on_host)
-
-
-# Of the cases from public bug reports, those where shards are: parameters by rank and place.
-CASES = {
-    "dense-expert": lambda rank, at: [dense_at(at, 0), expert_at(at, 1)],
-    "dense-plain": lambda rank, at: [dense_at(at, 1), plain([50.0] * 4, at, 0)],
-    "dense-expert-lacking-on-one": lambda rank, at: [
-        dense_at(at, 0),
-        without_grad(expert_at(at, 1)) if rank == 3 else expert_at(at, 1),
-    ],
-    "hsdp": lambda rank, at: [hsdp(at, 0, 1.0), hsdp(at, 1, 0.5)],
-    "empty-rank": lambda rank, at: [empty_rank(at, 1), dense_at(at, 0)],
-    "no-gradient-on-one": lambda rank, at: [
-        without_grad(dense_at(at, 1)) if rank == 3 else dense_at(at, 1)
-    ],
-    "huge": lambda rank, at: [in_dtype(at, i, torch.float32, 1e20) for i in range(2)],
-    "tiny": lambda rank, at: [in_dtype(at, i, torch.float32, 1e-25) for i in range(2)],
-    "half": lambda rank, at: [in_dtype(at, i, torch.float16, 300.0) for i in range(2)],
-    "dtypes": lambda rank, at: [
-        in_dtype(at, 0, torch.float32, 3.0),
-        in_dtype(at, 1, torch.bfloat16, 4.0),
-    ],
-    "nan-on-one": lambda rank, at: [
-        dense_at(at, 0),
-        plain([math.nan if rank == 2 else 1.0, math.inf], at, 1),
-    ],
-    "nothing": lambda rank, at: [without_grad(dense_at(at, i)) for i in range(2)],
-}
-
-
-def clip_case(rank: int, case: str, where: str, norm_type: float) -> tuple[object, ...]:
-    params = CASES[case](rank, where)
-    total = hp.clip_grad_norm_(params, 1.0, norm_type)
-    grads = [local_grad(p).cpu() for p in params if p.grad is not None]
-    return repr(total.item()), total.dtype, grads
-
-
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf, 3.0])
-@pytest.mark.parametrize("case", CASES)
-def test_norm_and_gradients_have_the_same_bits_wherever_they_are(case, norm_type):
-    on_host, mixed, on_device = (
-        run_ranks(clip_case, 4, case, where, norm_type, backend=BACKEND, timeout_s=60)
-        for where in (HOST, MIXED, DEVICE)
-    )
-    for expected, *others in zip(on_host, mixed, on_device, strict=True):
-        for other in others:
-            assert other[:2] == expected[:2]
-            for ours, theirs in zip(other[2], expected[2], strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def random_shards(rank: int, where: str) -> list[torch.nn.Parameter]:
@@ -183,3 +98,154 @@ def test_infinity_on_a_device_is_named_before_anything_changes():
         assert "rank 2" in message
         assert "parameters[1]" in message
         assert is_unchanged
+
+
+def clip_on_two_devices(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    here = parameter(torch.arange(1.0, 33.0), mesh_of("hccl", (4,)), [Shard(0)], on_host=False)
+    there, on_host = (
+        torch.nn.Parameter(torch.zeros(4, device=device))
+        for device in (f"npu:{1 - rank % 2}", "cpu")
+    )
+    there.grad, on_host.grad = torch.full_like(there, 2.0), torch.full_like(on_host, 3.0)
+    params = [there, here, on_host]
+    reducer = hp.NormReducer()
+    first = reducer.clip_(params, 1.0)
+    assert first.total_norm.device == there.device
+    left = reducer.clip_(params, math.inf).total_norm
+    return first.total_norm.cpu(), left.cpu(), there.grad.cpu()
+
+
+def test_gradients_on_two_devices_and_the_host():
+    elements = [torch.arange(1.0, 33.0), torch.full((4,), 2.0), torch.full((4,), 3.0)]
+    for total, left, there in run_ranks(clip_on_two_devices, 4, backend=BACKEND, timeout_s=20):
+        assert_rounds_sqrt(total, exact_pow_sum(elements))
+        assert left.item() == pytest.approx(1, abs=1e-5)
+        assert there.tolist() == pytest.approx([2 / total.item()] * 4, rel=1e-6)
+
+
+def clip_on_a_stream(rank: int, where: str) -> None:
+    ours, theirs = random_shards(rank, where), random_shards(rank, where)
+    with torch.npu.stream(torch.npu.Stream()):
+        norms = [hp.NormReducer().clip_(ours, limit).total_norm for limit in (30.0, 2.0)]
+        torch.npu.current_stream().synchronize()
+    for norm, limit in zip(norms, (30.0, 2.0), strict=True):
+        assert norm.item() == hp.NormReducer().clip_(theirs, limit).total_norm.item()
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(local_grad(a).cpu(), local_grad(b).cpu())
+
+
+@pytest.mark.parametrize("where", [MIXED, DEVICE])
+def test_clip_runs_on_the_stream_it_is_called_on(where):
+    run_ranks(clip_on_a_stream, 4, where, backend=BACKEND, timeout_s=20)
+
+
+def break_down(rank: int, method: str, norm_type: float) -> tuple[str, bool, float]:
+    params = random_shards(rank, MIXED)
+    before = [local_grad(p).cpu().clone() for p in params]
+    reducer = hp.NormReducer()
+    reducer.clip_(params, math.inf, norm_type)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            patch.setattr(kernels.Launcher, method, failing)
+        with pytest.raises(RuntimeError) as caught:
+            reducer.clip_(params, 1.0, norm_type)
+    is_unchanged = all(
+        torch.equal(old, local_grad(p).cpu()) for old, p in zip(before, params, strict=True)
+    )
+    norm = reducer.clip_(params, 1.0, norm_type).total_norm.item()
+    return str(caught.value), is_unchanged, norm
+
+
+def failing(*arguments: object, **options: object) -> None:
+    raise OSError("no space left on device")
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("method", ["partial_norms", "lane_table", "encode"])
+def test_launch_that_fails_is_raised_on_all_ranks_with_gradients_as_they_were(method, norm_type):
+    outcomes = run_ranks(break_down, 4, method, norm_type, backend=BACKEND, timeout_s=20)
+    for message, is_unchanged, norm in outcomes:
+        assert "rank 2: OSError: no space left on device" in message
+        assert is_unchanged
+        assert norm > 0
+
+
+def fail_to_scale(rank: int) -> bool:
+    params = random_shards(rank, MIXED)
+    before = [local_grad(p).cpu().clone() for p in params]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels.Launcher, "scale_", failing)
+        with pytest.raises(OSError, match="no space left"):
+            hp.NormReducer().clip_(params, 1.0)
+    return all(map(torch.equal, before, [local_grad(p).cpu() for p in params]))
+
+
+def test_scaling_that_cannot_be_launched_leaves_host_gradients_as_they_were():
+    """pytorch#121020."""
+    assert all(run_ranks(fail_to_scale, 4, backend=BACKEND, timeout_s=20))
+
+
+def values(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plain(grad: torch.Tensor, *, on_host: bool) -> torch.nn.Parameter:
+    grad = grad if on_host else grad.to("npu")
+    result = torch.nn.Parameter(torch.zeros_like(grad))
+    result.grad = grad
+    return result
+
+
+def stages(rank: int, where: str):
+    """torchtitan#596, torchtitan#649: PP 2 x FSDP 2, with a bias of its own in each stage."""
+    mesh = mesh_of("hccl", (2, 2), ("pp", "fsdp"))
+    stage = rank // 2
+    weight = parameter(values(stage, 8, 3), mesh["fsdp"], [Shard(0)], on_host=is_on_host(where, 0))
+    bias = plain(values(2 + stage, 5), on_host=is_on_host(where, 1))
+    exact = [values(s, 8, 3) for s in range(2)] + [values(2 + s, 5) for s in range(2)]
+    return [weight, bias], {"pp_group": mesh.get_group("pp")}, exact
+
+
+def tied(rank: int, where: str):
+    """Embeddings tied over the first and the last stage, counted once and scaled on both."""
+    mesh = mesh_of("hccl", (2, 2), ("pp", "fsdp"))
+    pp = mesh.get_group("pp")
+    weight = parameter(values(rank // 2, 8), mesh["fsdp"], [Shard(0)], on_host=is_on_host(where, 0))
+    embedding = plain(values(4, 6), on_host=is_on_host(where, 1))
+    exact = [values(0, 8), values(1, 8), values(4, 6)]
+    return [weight, embedding], {"pp_group": pp, "replicated_over": {embedding: pp}}, exact
+
+
+def experts(rank: int, where: str):
+    """Experts outside DTensor, beside FSDP over all ranks and FSDP over efsdp with EP by hand."""
+    mesh = mesh_of("hccl", (2, 2), ("efsdp", "ep"))
+    ep = mesh.get_group("ep")
+    dense = parameter(values(7, 8), mesh, [Shard(0), Shard(0)], on_host=is_on_host(where, 0))
+    expert = plain(values(rank % 2, 5), on_host=is_on_host(where, 1))
+    half = parameter(
+        values(9 + rank % 2, 4, 3), mesh["efsdp"], [Shard(0)], on_host=is_on_host(where, 1)
+    )
+    exact = [values(0, 5), values(1, 5), values(7, 8), values(9, 4, 3), values(10, 4, 3)]
+    return [dense, expert, half], {"sharded_over": {expert: ep, half: ep}}, exact
+
+
+def clip_declared(rank: int, make, where: str) -> list[object]:
+    params, declared, exact = make(rank, where.removesuffix(WITH_MODEL))
+    model = torch.nn.ParameterList(params) if where.endswith(WITH_MODEL) else None
+    reducer = hp.NormReducer(model, **declared)
+    outcome: list[object] = []
+    for norm_type, max_norm in ((2.0, math.inf), (1.0, math.inf), (math.inf, 1.0)):
+        total = reducer.clip_(params, max_norm, norm_type).total_norm
+        if norm_type == 2.0:
+            assert_rounds_sqrt(total.cpu(), exact_pow_sum(exact))
+        outcome.append(total.item())
+    return [*outcome, *(local_grad(p).cpu().tolist() for p in params)]
+
+
+@pytest.mark.parametrize("make", [stages, tied, experts])
+def test_what_is_declared_has_the_same_bits_wherever_it_is(make):
+    on_host, *others = (
+        run_ranks(clip_declared, 4, make, where, backend=BACKEND, timeout_s=20)
+        for where in (HOST, MIXED, DEVICE, DEVICE + WITH_MODEL)
+    )
+    assert all(outcome == on_host for outcome in others)

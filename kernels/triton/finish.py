@@ -7,7 +7,8 @@ Contract
     Accumulator: digits are added in int32, exactly; the 56 leading bits or more make a pair.
     Error: the norm is within 0.5 + 2^-20 ulp of the lanes' exact one, subnormal ones too where
     the device keeps them. The coefficient is min(1, max_norm * (1 / (norm + 1e-6))), torch's
-    operations in torch's order, the division within 0.5 + 2^-22 ulp.
+    operations in torch's order, the division within 0.5 + 2^-22 ulp for norms below 2^90, above
+    as the device divides; of norms over 2^126 it is 0 on a device without subnormals.
     Tail: digits are masked.
     Limits: 64 lanes per list. Aliasing: the pointers must be of different memory.
 """

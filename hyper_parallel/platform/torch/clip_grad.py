@@ -79,7 +79,8 @@ def clip_grad_norm_(  # noqa: PLR0913 - torch's arguments and ours
         max_norm: Largest norm; 0 or more. With inf the gradients are measured only.
         norm_type: Any p >= 0, inf or -inf; 0 counts nonzero elements.
         error_if_nonfinite: Raise if the norm is NaN or infinite, before any gradient is changed.
-        foreach: False for plain operators, one tensor at a time; else multi-tensor kernels.
+        foreach: False to scale by plain operators, one tensor at a time; else by multi-tensor
+            kernels, which give the same bits.
         group: Ranks to reduce over; the default group if None. Pass `reduction_group(mesh)` if some
             ranks of the default group do not train this model.
         pp_group: Ranks that hold different parameters, such as pipeline stages: the group of this
@@ -195,14 +196,14 @@ def clip_grads_with_norm_(
             step of another is to scale these.
         TypeError: If a gradient cannot be scaled, or `optimizer` cannot; no gradient is changed.
     """
+    if isinstance(total_norm, DTensor):
+        total_norm = total_norm.full_tensor()  # before anything that this rank alone may raise
     scaling = Scaling(foreach is not False, optimizer)
     scaling.forget()
     limit = ClipRequest.validated(max_norm).max_norm
     listed = ParameterList(parameters)
     shards = collect_grad_shards(listed)
     scaling.validate(listed, shards)
-    if isinstance(total_norm, DTensor):
-        total_norm = total_norm.full_tensor()
     wide = torch.float64 if total_norm.dtype == torch.float64 else torch.float32
     coef = float(clip_coefficient(total_norm.to("cpu", wide), limit))
     scaling.apply(shards, coef, skip_step=False)
@@ -255,7 +256,7 @@ def _take_steps(group: ReductionGroup | None, call: Call, stopwatch: Stopwatch) 
         stopwatch.lap("collect")
 
         # 2. Measure: one pass over the shards whose norm was not taken before they were offloaded.
-        local.measure(group, use_kernels=call.scaling.foreach)
+        local.measure(group)
         stopwatch.lap("measure")
 
     # 3. Pack: one partial norm per lane, and this rank's votes.
@@ -281,6 +282,7 @@ def _take_steps(group: ReductionGroup | None, call: Call, stopwatch: Stopwatch) 
     if request.error_if_nonfinite and agreed.huge:
         raise_if_any_overflows(group, total_norm, request.norm_type)
     coef = clip_coefficient(total_norm, request.max_norm)
+    nonfinite = local.nonfinite if agreed.nonfinite else ()  # before scaling spreads NaN
     stopwatch.lap("finish")
 
     # 6. Scale: not at all where the coefficient is 1, or an optimizer's next step does it.
@@ -293,7 +295,7 @@ def _take_steps(group: ReductionGroup | None, call: Call, stopwatch: Stopwatch) 
         clip_coef=coef,
         local_norm=norm_of(sum_totals([local.own_total(wire), reduced.early], request.norm_type)),
         norms_by_rank_set={rank_set: norm_of(total) for rank_set, total in totals.items()},
-        nonfinite=local.nonfinite if agreed.nonfinite else (),
+        nonfinite=nonfinite,
         replica_spread=reduced.spread.relative,
         copies=local.fetched + scaled + (group.copies - cost_before if group else Copies()),
         timings=stopwatch.laps,

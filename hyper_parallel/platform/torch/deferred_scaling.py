@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .clip_request import ClipRequest
 from .clip_result import Copies
@@ -68,7 +69,7 @@ class Scaling:
             if request.skip_nonfinite:
                 raise ValueError("skip_nonfinite=True needs optimizer=, whose step is skipped")
             return
-        if not takes_grad_scale(self.optimizer):
+        if not takes_grad_scale(self.optimizer) or _is_sgd_of_dtensors(self.optimizer):
             raise TypeError(_why_not(self.optimizer))
         _validate_parameters(self.optimizer, listed, shards)
         if not _WIDE.isdisjoint(shards.dtypes):
@@ -98,8 +99,22 @@ class Scaling:
         return shards.host_bytes, copies
 
 
+def _is_sgd_of_dtensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether torch (2.9 to 2.13) has no fused kernel for it: its step would raise."""
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        isinstance(parameter, DTensor)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+
+
 def _why_not(optimizer: object) -> str:
     kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SGD) and _is_sgd_of_dtensors(optimizer):
+        return (
+            f"optimizer= is an {kind} that holds DTensors, for which torch has no fused step; use "
+            "AdamW or Adam with fused=True, or clip without optimizer="
+        )
     groups = getattr(optimizer, "param_groups", [])
     if groups and all(group.get("fused") for group in groups):
         return (

@@ -151,7 +151,7 @@ def keep(local: torch.Tensor, early: EarlyNorm | None, reason: str = "") -> tupl
 
 def outdate(locals_: Iterable[torch.Tensor], reason: str) -> None:
     """Remember why shards that have an early norm have none any more."""
-    for local in locals_:
+    for local in locals_ if _known else ():
         known = _known.get(id(local))
         if known is not None and known.local() is local:
             known.refuse(reason)

@@ -35,7 +35,8 @@ def exact_sum_of_squares(chunk: torch.Tensor) -> ExactSum:
         (0, squares & (1 << _HALF_BITS) - 1),
         (_HALF_BITS, squares >> _HALF_BITS),
     ):
-        sums = torch.zeros(_NUM_EXPONENTS, dtype=torch.int64).index_add_(0, exponents, halves)
+        zeros = torch.zeros(_NUM_EXPONENTS, dtype=torch.int64, device="cpu")
+        sums = zeros.index_add_(0, exponents, halves)
         # Exponents 0, of subnormals, and 1 share the unit 2^-149 of EXACT_EXPONENT's square root.
         for exponent, total in enumerate(sums.tolist()):
             units += total << shift + 2 * max(exponent - 1, 0)

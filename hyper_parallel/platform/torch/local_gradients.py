@@ -66,7 +66,7 @@ class LocalGradients:
         whole, early = self.shards.whole, set(self.early.indices)
         return whole.select(i for i in range(len(whole)) if i not in early) if early else whole
 
-    def measure(self, group: ReductionGroup | None, *, use_kernels: bool) -> None:
+    def measure(self, group: ReductionGroup | None) -> None:
         """Look for norms taken before the clip, and pass over the shards that have none.
 
         What lies on the group's device is launched only. A rank that has both kinds on the device
@@ -74,7 +74,6 @@ class LocalGradients:
 
         Args:
             group: Over whose device they are reduced.
-            use_kernels: Whether shards on devices may be measured by kernels.
         """
         request = self.request
         if request.norm_type != 2.0:
@@ -83,7 +82,7 @@ class LocalGradients:
             self.early = none_for(self.shards.whole, "is measured reproducibly")
         else:
             self.early = find_early_norms(self.shards.whole)
-        if use_kernels and not request.reproducible:
+        if not request.reproducible:
             self.resident = ResidentNorms.launch(self.remaining, request.norm_type, group)
         self.early_stay = bool(self.early.indices) and self._reduces_where_they_are(group)
         if not self.early_stay:
@@ -107,8 +106,11 @@ class LocalGradients:
         return self.early.device in (None, group.device)
 
     def take_residents(self) -> None:
-        """Fill in the partial norms that came down with the lanes."""
-        if self.resident:
+        """Fill in the partial norms that came down with the lanes.
+
+        Not where the host pass failed, which this rank has yet to raise with the others.
+        """
+        if self.resident and self.measured:
             self.measured = self.resident.merge(self.measured.select(self.resident.other_indices))
             self.fetched += self.resident.copies
 

@@ -14,7 +14,7 @@ import torch
 
 from .early_norms import outdate
 from .failure import join_some
-from .torch_private import is_stepping, local_tensors, not_compiled
+from .torch_private import is_stepping, local_tensors, not_compiled, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,13 +29,14 @@ _MISSING = object()
 class NextStep:
     """What the next step of one optimizer is to do beside its work.
 
-    It is for the gradients that were clipped, which the step finds again by identity.
+    It is for the gradients that were clipped, which the step finds again by identity, and unwritten
+    as far as torch counts.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._coef = 1.0
         self._skip = False
-        self._clipped: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._clipped: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, ...]]] = {}
         # Of each attribute that is lent: our tensor, and what was there before.
         self._lent: dict[str, tuple[torch.Tensor, Any]] = {}
         # Of a step that is to be skipped: which state each parameter had.
@@ -51,14 +52,17 @@ class NextStep:
     def is_for(self, grad: object) -> bool:
         """Tell whether this gradient is among those that were clipped."""
         clipped = self._clipped.get(id(grad))
-        return clipped is not None and clipped() is grad
+        return clipped is not None and clipped[0]() is grad
 
     def replace(self, optimizer: torch.optim.Optimizer, coef: float, *, skip: bool) -> None:
         """Let the next step, or the one that has called for this clip, do this instead."""
         self._coef, self._skip = coef, skip
         self._clipped = {}
         if self.is_pending:
-            self._clipped = {id(grad): weakref.ref(grad) for grad in _gradients_of(optimizer)}
+            self._clipped = {
+                id(grad): (weakref.ref(grad), _versions_of(grad))
+                for grad in _gradients_of(optimizer)
+            }
         self._give_back(optimizer)  # of a step that raised, or that is under way
         if is_stepping(optimizer):  # called by its closure, or by another pre-hook
             self._lend(optimizer)
@@ -101,14 +105,24 @@ class NextStep:
         return checked
 
     def _validate(self, optimizer: torch.optim.Optimizer) -> None:
-        others = [where for where, p in with_gradients(optimizer) if not self.is_for(p.grad)]
+        others = [
+            where for where, p in with_gradients(optimizer) if not self._is_as_clipped(p.grad)
+        ]
         if others:
             self._give_back(optimizer)
             raise RuntimeError(
                 "this step is to scale the gradients that were clipped with optimizer=, but there "
-                f"are others: {join_some(others)}. Clip these too, with max_norm=math.inf if they "
-                "are to stay as they are, and replace none between clip and step"
+                f"are others, or they were written since: {join_some(others)}. Clip these too, "
+                "with max_norm=math.inf if they are to stay as they are, and replace or write none "
+                "between clip and step"
             )
+
+    def _is_as_clipped(self, grad: torch.Tensor | None) -> bool:
+        return (
+            grad is not None
+            and self.is_for(grad)
+            and self._clipped[id(grad)][1] == _versions_of(grad)
+        )
 
     @not_compiled
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -194,7 +208,7 @@ def reciprocal(coef: float) -> float | None:
     """
     if coef == 0.0:
         return math.inf
-    divisor = torch.tensor(1.0 / coef, dtype=torch.float32).item()
+    divisor = torch.tensor(1.0 / coef, dtype=torch.float32, device="cpu").item()
     return None if math.isinf(divisor) else divisor
 
 
@@ -207,6 +221,10 @@ def with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torc
                 unnamed = f"param_groups[{group_index}]['params'][{i}]"
                 named = names[i] if i < len(names) else unnamed
                 yield f"{named} of shape {tuple(parameter.shape)}", parameter
+
+
+def _versions_of(grad: torch.Tensor) -> tuple[int, ...]:
+    return versions_of(grad, *local_tensors([grad]))
 
 
 def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

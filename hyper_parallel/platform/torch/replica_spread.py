@@ -88,14 +88,16 @@ def compare_replicas(
 
 
 def warn_of_spread(group: ReductionGroup, spread: ReplicaSpread) -> None:
-    """Log one warning in the life of the group, from the lowest of the ranks it is about.
+    """Log one warning in the life of the group, from the lowest rank of the larger norm.
+
+    The ranks of the smaller one may have no gradient, and nothing to compare.
 
     Not a Python warning, which a filter may turn into an exception, and that on one rank alone.
     """
     if spread.relative <= _WORTH_A_WARNING or group.warned_of_spread:
         return
     group.warned_of_spread = True
-    if group.rank == min(map(min, spread.ranks)):
+    if group.rank == min(spread.ranks[0]):
         larger, smaller = map(describe_ranks, spread.ranks)
         _logger.warning(
             "rank %d: gradients that should be the same on all replicas have a norm of %.9g on "

@@ -6,9 +6,15 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 
-from hyper_parallel import NormReducer, clip_grad_norm_, get_total_norm
+from hyper_parallel import (
+    NormReducer,
+    clip_grad_norm_,
+    clip_grads_with_norm_,
+    get_total_norm,
+)
 from hyper_parallel.platform.torch import partial_norms
 from tests.clipping import error_of
 from tests.ranks import RankFailedError, run_ranks
@@ -346,3 +352,26 @@ def test_nonfinite_gradients_of_several_ranks_are_named_with_counts(backend, nam
     assert len({message for _, message in results}) == 1
     expected = f"rank 0: {plain} (1 NaN, 0 inf); {dense_} (0 NaN, 3 inf); rank 3: {expert_} (2 NaN"
     assert expected in results[0][1]
+
+
+@both
+def test_norm_that_has_to_be_gathered_is_so_whatever_one_rank_cannot_scale(backend):
+    """torch's own total norm of DTensors; the others came to the gathering, and waited."""
+
+    def rank_main(rank):
+        mesh = mesh_of(backend, (2,))
+        param = parameter(torch.full((4,), 3.0), mesh, [Shard(0)])
+        total_norm = DTensor.from_local(
+            torch.full((), 6.0, device=mesh.device_type), mesh, [_NormPartial(2)]
+        )
+        spoiled = [param, spoil_with("float8")[0]] if rank == 1 else [param]
+        try:
+            clip_grads_with_norm_(spoiled, 1.0, total_norm)
+        except TypeError as error:
+            return "float8_e4m3fn" in str(error), local_grad(param).tolist()
+        return False, local_grad(param).tolist()
+
+    whole, scaled = run_ranks(rank_main, 2, backend=backend)
+    assert scaled == (True, [3.0, 3.0])
+    assert whole[0] is False
+    assert whole[1] == pytest.approx([3.0 / 72**0.5] * 2)

@@ -259,18 +259,20 @@ def test_reducer_may_be_made_before_the_device_is_chosen():
 
 @both
 @pytest.mark.parametrize("default", ["meta", "npu"])
+@pytest.mark.parametrize("option", ["", "optimizer", "reproducible"])
 @pytest.mark.simnpu
-def test_default_device_does_not_matter(backend, default):
+def test_default_device_does_not_matter(backend, option, default):
     from hyper_parallel.testing import simnpu
 
     simnpu.install()
 
     def rank_main(rank):
         params = [dense(backend), expert(backend)]
+        optimizer = torch.optim.AdamW(params, fused=True) if option == "optimizer" else None
         torch.set_default_device(default)
-        reducer = NormReducer()
-        reducer.clip_(params, math.inf)
-        result = reducer.clip_(params, 1.0)
+        reducer = NormReducer(reproducible=option == "reproducible")
+        reducer.clip_(params, math.inf, optimizer=optimizer)
+        result = reducer.clip_(params, 1.0, optimizer=optimizer)
         moves = 1 if backend == "hccl" else 0
         assert (result.copies.h2d, result.copies.d2h) == (moves, moves)
         assert result.total_norm.device.type == "cpu"

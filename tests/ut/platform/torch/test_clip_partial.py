@@ -8,6 +8,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from hyper_parallel import NormReducer, clip_grad_norm_, get_total_norm
 from hyper_parallel.platform.torch import pending_sums
+from hyper_parallel.platform.torch.clip_result import NonfiniteGradient
 from tests.clipping import error_of
 from tests.ranks import run_ranks
 from tests.sharding import (
@@ -119,6 +120,22 @@ def test_nan_in_a_partial_gradient_reaches_all_ranks():
         return norm
 
     assert all(math.isnan(norm) for norm in run_ranks(rank_main, 4))
+
+
+@pytest.mark.parametrize("max_norm", [math.inf, 1.0])
+def test_only_partial_gradients_that_were_not_finite_before_the_clip_are_named(max_norm):
+    """Scaling by a coefficient of NaN makes all gradients NaN."""
+
+    def rank_main(rank):
+        mesh = mesh_of("gloo", (2,))
+        model = torch.nn.ParameterDict(
+            {n: parameter_of_shard(torch.ones(4), mesh, [Partial()]) for n in ("bad", "fine")}
+        )
+        if rank == 1:
+            local_grad(model["bad"])[2] = math.nan
+        return NormReducer(model).clip_(model, max_norm).nonfinite
+
+    assert run_ranks(rank_main, 2) == [(), (NonfiniteGradient("bad", 1, 0),)]
 
 
 @both

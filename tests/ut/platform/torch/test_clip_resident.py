@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hyper_parallel as hp
+from hyper_parallel.kernels import host
 from hyper_parallel.kernels import triton as kernels
 from hyper_parallel.testing import simnpu, triton_interpreter
 from tests.ranks import run_ranks
@@ -168,6 +169,24 @@ def test_launch_that_fails_is_raised_on_all_ranks_with_gradients_as_they_were(me
         assert "rank 2: OSError: no space left on device" in message
         assert is_unchanged
         assert norm > 0
+
+
+def break_host_pass(rank: int) -> tuple[str, bool]:
+    params = random_shards(rank, MIXED)
+    before = [local_grad(p).cpu().clone() for p in params]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            patch.setattr(host, "partial_norms", failing)
+        with pytest.raises(RuntimeError) as caught:
+            hp.clip_grad_norm_(params, 1.0)
+    after = [local_grad(p).cpu() for p in params]
+    return str(caught.value), all(map(torch.equal, before, after))
+
+
+def test_host_pass_that_fails_beside_norms_on_the_device_is_raised_on_all_ranks():
+    for message, is_unchanged in run_ranks(break_host_pass, 4, backend=BACKEND, timeout_s=20):
+        assert "rank 2: OSError: no space left on device" in message
+        assert is_unchanged
 
 
 def fail_to_scale(rank: int) -> bool:

@@ -74,6 +74,17 @@ def test_options_that_contradict_each_other():
         )
 
 
+def test_fused_sgd_of_dtensors_is_an_error_before_its_step_would_be():
+    def rank_main(rank):
+        param = parameter(torch.full((4,), 3.0), mesh_of("gloo", (2,)), [Shard(0)])
+        optimizer = torch.optim.SGD([param], lr=0.1, fused=True)
+        with pytest.raises(TypeError, match=r"SGD that holds DTensors.* AdamW or Adam"):
+            clip_grad_norm_([param], 1.0, optimizer=optimizer)
+        return local_grad(param).tolist()
+
+    assert run_ranks(rank_main, 2) == [[3.0, 3.0]] * 2
+
+
 @both
 @pytest.mark.parametrize("wrong", ["kind", "parameters", "skip"])
 def test_error_on_one_rank_is_raised_by_all(backend, wrong):

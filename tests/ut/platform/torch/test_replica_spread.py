@@ -93,22 +93,23 @@ def test_not_finite_on_all_replicas_is_no_spread():
     assert run_ranks(rank_main, 2) == [0.0, 0.0]
 
 
-def test_gradient_that_one_replica_lacks_is_a_spread():
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_gradient_that_one_replica_lacks_is_a_spread(lacking):
     """A step would part the replicas. It takes a lane for the lacking one: a model that has it."""
 
     def rank_main(rank):
         lines = caught_warnings()
         mesh = mesh_of("gloo", (2, 2), ("replicate", "shard"))
         model = torch.nn.ParameterList([shard(rank, mesh)])
-        if rank >= 2:
+        if rank // 2 == lacking:
             model[0].grad = None
         reducer = NormReducer(model)
         spreads = [reducer.clip_(model, math.inf).replica_spread for _ in range(2)]
         return spreads, len(lines)
 
     for rank, (spreads, num_lines) in enumerate(run_ranks(rank_main, 4)):
-        assert spreads == ([1.0, 1.0] if rank < 2 else [0.0, 0.0])
-        assert num_lines == (1 if rank == 0 else 0)
+        assert spreads == ([0.0, 0.0] if rank // 2 == lacking else [1.0, 1.0])
+        assert num_lines == (1 if rank == 2 * (1 - lacking) else 0)
 
 
 def test_stages_and_other_meshes_raise_no_false_alarm():

@@ -17,7 +17,14 @@ from .clip_request import ClipRequest
 from .clip_result import Copies
 from .early_norms import outdate
 from .failure import join_some
-from .next_step import forget, next_step_of, pending_steps, reciprocal, with_gradients
+from .next_step import (
+    forget,
+    names_of,
+    next_step_of,
+    pending_steps,
+    reciprocal,
+    with_gradients,
+)
 from .partial_norms import scale_
 from .torch_private import takes_grad_scale
 
@@ -149,10 +156,12 @@ def _validate_parameters(
     optimizer: torch.optim.Optimizer, listed: ParameterList, shards: GradShards
 ) -> None:
     clipped = {id(listed.tensors[i]): i for i in shards.positions}
-    stepped = {id(parameter): where for where, parameter in with_gradients(optimizer)}
-    missing = [listed.describe(i) for key, i in clipped.items() if key not in stepped]
-    extra = [listed.names.get(key, where) for key, where in stepped.items() if key not in clipped]
-    if missing or extra:
+    stepped = {id(parameter): parameter for parameter, _ in with_gradients(optimizer)}
+    if clipped.keys() != stepped.keys():
+        missing = [listed.describe(i) for key, i in clipped.items() if key not in stepped]
+        others = [parameter for key, parameter in stepped.items() if key not in clipped]
+        named = zip(others, names_of(optimizer, others), strict=True)
+        extra = [listed.names.get(id(parameter), name) for parameter, name in named]
         parts = [f"clipped but not in the optimizer: {join_some(missing)}"] if missing else []
         parts += [f"in the optimizer but not clipped: {join_some(extra)}"] if extra else []
         raise ValueError(
@@ -160,13 +169,13 @@ def _validate_parameters(
             f"since its step scales all it holds; {'; '.join(parts)}. Pass the same "
             "parameters, or clip without optimizer="
         )
-    others = [
+    unread = [
         listed.describe(i)
         for i in shards.positions
         if listed.grad_of(listed.tensors[i]) is not getattr(listed.tensors[i], "grad", None)
     ]
-    if others:
+    if unread:
         raise TypeError(
-            f"optimizer= reads .grad, but of {join_some(others)} main_grad is clipped; clip "
+            f"optimizer= reads .grad, but of {join_some(unread)} main_grad is clipped; clip "
             "without optimizer="
         )

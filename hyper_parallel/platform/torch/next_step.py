@@ -17,9 +17,17 @@ from .failure import join_some
 from .torch_private import is_stepping, local_tensors, not_compiled, versions_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["NextStep", "forget", "next_step_of", "pending_steps", "reciprocal", "with_gradients"]
+__all__ = [
+    "NextStep",
+    "forget",
+    "names_of",
+    "next_step_of",
+    "pending_steps",
+    "reciprocal",
+    "with_gradients",
+]
 
 T = TypeVar("T")
 
@@ -105,24 +113,19 @@ class NextStep:
         return checked
 
     def _validate(self, optimizer: torch.optim.Optimizer) -> None:
-        others = [
-            where for where, p in with_gradients(optimizer) if not self._is_as_clipped(p.grad)
-        ]
+        others = [p for p, grad in with_gradients(optimizer) if not self._is_as_clipped(grad)]
         if others:
             self._give_back(optimizer)
             raise RuntimeError(
                 "this step is to scale the gradients that were clipped with optimizer=, but there "
-                f"are others, or they were written since: {join_some(others)}. Clip these too, "
+                "are others, or they were written since: "
+                f"{join_some(names_of(optimizer, others))}. Clip these too, "
                 "with max_norm=math.inf if they are to stay as they are, and replace or write none "
                 "between clip and step"
             )
 
-    def _is_as_clipped(self, grad: torch.Tensor | None) -> bool:
-        return (
-            grad is not None
-            and self.is_for(grad)
-            and self._clipped[id(grad)][1] == _versions_of(grad)
-        )
+    def _is_as_clipped(self, grad: torch.Tensor) -> bool:
+        return self.is_for(grad) and self._clipped[id(grad)][1] == _versions_of(grad)
 
     @not_compiled
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -157,7 +160,7 @@ class NextStep:
             found_inf = torch.ones((), dtype=torch.float32, device=device)
             self._states = {
                 p: {name for name, value in optimizer.state.get(p, {}).items() if value is not None}
-                for _, p in with_gradients(optimizer)
+                for p, _ in with_gradients(optimizer)
             }
         if scale is not None:
             _outdate_early_norms(optimizer)
@@ -212,15 +215,26 @@ def reciprocal(coef: float) -> float | None:
     return None if math.isinf(divisor) else divisor
 
 
-def with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters that a step would change, each after its name."""
+def with_gradients(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the parameters that a step would change, each with its gradient."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is not None:
+                yield parameter, grad
+
+
+def names_of(optimizer: torch.optim.Optimizer, chosen: Iterable[torch.Tensor]) -> list[str]:
+    """Return what errors call parameters of an optimizer."""
+    named: dict[int, str] = {}
     for group_index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names", ())
         for i, parameter in enumerate(group["params"]):
-            if parameter.grad is not None:
-                unnamed = f"param_groups[{group_index}]['params'][{i}]"
-                named = names[i] if i < len(names) else unnamed
-                yield f"{named} of shape {tuple(parameter.shape)}", parameter
+            unnamed = f"param_groups[{group_index}]['params'][{i}]"
+            named[id(parameter)] = names[i] if i < len(names) else unnamed
+    return [f"{named[id(p)]} of shape {tuple(p.shape)}" for p in chosen]
 
 
 def _versions_of(grad: torch.Tensor) -> tuple[int, ...]:
@@ -228,8 +242,7 @@ def _versions_of(grad: torch.Tensor) -> tuple[int, ...]:
 
 
 def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    grads = (parameter.grad for _, parameter in with_gradients(optimizer))
-    return [grad for grad in grads if grad is not None]
+    return [grad for _, grad in with_gradients(optimizer)]
 
 
 def _outdate_early_norms(optimizer: torch.optim.Optimizer) -> None:

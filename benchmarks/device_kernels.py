@@ -91,8 +91,8 @@ def verify(tensors: Sequence[torch.Tensor], launcher: kernels.Launcher) -> None:
     Raises:
         RuntimeError: If the kernels are wrong.
     """
-    rows = launcher.partial_norms(tensors, 2).tolist()
-    measured = kernels.total_of_rows(rows, 2).pow_sum
+    rows = launcher.partial_norms(tensors, 2).cpu()
+    [measured] = kernels.totals_of_ranges(rows, [(0, len(rows))], 2).values
     right = sum(reference.pow_sum64(tensor.cpu(), 2) for tensor in tensors)
     if not abs(measured / right - 1) < MAX_ERROR:
         raise RuntimeError(f"the sum of squares is {measured}, and should be {right}")

@@ -6,17 +6,24 @@ exact arithmetic, in `kernels/reference.py`.
 """
 
 from .launch import LaneFormat, LaneTable, Launcher, is_available
-from .rows import MAX_ROWS_PER_LANE, ROW_NUMEL, RowTotal, total_of_rows
+from .rows import (
+    MAX_ROWS_PER_LANE,
+    MAX_TENSORS_PER_LANE,
+    ROW_NUMEL,
+    RangeTotals,
+    totals_of_ranges,
+)
 from .segments import SegmentPlan
 
 __all__ = [
     "MAX_ROWS_PER_LANE",
+    "MAX_TENSORS_PER_LANE",
     "ROW_NUMEL",
     "LaneFormat",
     "LaneTable",
     "Launcher",
-    "RowTotal",
+    "RangeTotals",
     "SegmentPlan",
     "is_available",
-    "total_of_rows",
+    "totals_of_ranges",
 ]

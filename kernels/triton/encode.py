@@ -26,7 +26,7 @@ __all__ = ["encode_kernel"]
 ROW = tl.constexpr(24)
 ROWS = tl.constexpr(1024)  # at a time
 GRID_EXPONENT = tl.constexpr(-1074)
-HUGE = tl.constexpr(2.0**75)  # 2^50 such elements have an infinite norm
+HUGE = tl.constexpr(2.0**75)  # of elements up to it, 2^53 are needed for an infinite norm
 
 
 @triton.jit

@@ -24,6 +24,8 @@ __all__ = ["LaneFormat", "LaneTable", "Launcher", "is_available"]
 _EXACT_SQUARES = (torch.bfloat16, torch.float16)  # in float32
 _LOG2_BLOCK = 12
 _LEADING_BITS = 56
+# What Triton calls itself on the devices that `_shape_of` knows; the others have torch's operators.
+_BACKENDS: Mapping[str, tuple[str, ...]] = {"cuda": ("cuda", "hip"), "npu": ("npu",)}
 _MEASURE_ONLY = -1.0  # as max_norm; infinity is what numbers beyond float32 become
 
 
@@ -68,7 +70,7 @@ def is_available(device_type: str) -> bool:
         backend = driver.active.get_current_target().backend
     except (RuntimeError, ImportError, AttributeError):  # no driver finds its device
         return False
-    return device_type != "cpu" and backend in (device_type, "hip" if torch.version.hip else "")
+    return backend in _BACKENDS.get(device_type, ())
 
 
 @functools.cache

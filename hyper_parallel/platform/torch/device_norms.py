@@ -8,7 +8,6 @@ module for shards on devices, the only ones that know kernels.
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from hyper_parallel.kernels import triton as kernels
 
 from .clip_result import Copies
-from .wire_format import PartialNorm, PartialNorms, Votes
+from .wire_format import VOTE_PLACES, PartialNorm, PartialNorms
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -35,8 +34,6 @@ __all__ = [
 _POWERS = {2.0: 2, 1.0: 1, math.inf: 0}
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _DIGIT_BITS = range(10, 24)
-# Log2 of what the kernels scaled the elements of each group of a row by.
-_GROUP_EXPONENTS = (75.0, 0.0, -90.0)
 # Models that are clipped in turn keep their tables on the device.
 _MOST_LAUNCHERS = 8
 
@@ -64,14 +61,13 @@ def lane_format(wire: WireFormat) -> kernels.LaneFormat | None:
     """Return what the kernels must know of a wire format; None if they cannot write it."""
     if wire.norm_type not in _POWERS or wire.digit_bits not in _DIGIT_BITS:
         return None
-    place = {field.name: 1 + i for i, field in enumerate(fields(Votes))}
     return kernels.LaneFormat(
         power=_POWERS[wire.norm_type],
         header_numel=wire.header_numel,
         lane_numel=wire.lane_numel,
         digit_bits=wire.digit_bits,
-        nonfinite_vote=place["nonfinite"],
-        huge_vote=place["huge"],
+        nonfinite_vote=VOTE_PLACES["nonfinite"],
+        huge_vote=VOTE_PLACES["huge"],
     )
 
 
@@ -96,7 +92,6 @@ class DeviceNorms:
         norm_type: float,
     ) -> None:
         self._norm_type = norm_type
-        self._num_tensors = len(tensors)
         lane_keys = lane_keys or [None] * len(tensors)
         self._place_of = {key: i for i, key in enumerate(dict.fromkeys(lane_keys))}
         lane_of = [self._place_of[key] for key in lane_keys]
@@ -139,38 +134,16 @@ class DeviceNorms:
         Args:
             rows: A copy of `rows` on the host.
         """
-        wide = rows.view(-1, kernels.ROW_NUMEL).double()
-        power = _POWERS[self._norm_type]
-        places = [
-            (i, row)
-            for i, (begin, end) in enumerate(self.launcher.plan.row_range_of)
-            for row in range(begin, end)
-        ]
-        index = torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, 2)
-        tensor_of_row, order = index.unbind(1)
-        wide = wide[order]
-        if power:
-            scales = torch.tensor(
-                [2.0 ** (-power * e) for e in _GROUP_EXPONENTS], dtype=torch.float64, device="cpu"
-            )
-            sums = ((wide[:, 0:3] + wide[:, 8:11]) * scales).sum(1)
-            values = torch.zeros(self._num_tensors, dtype=torch.float64, device="cpu")
-            values.index_add_(0, tensor_of_row, sums)
-        else:
-            values = torch.zeros(self._num_tensors, dtype=torch.float64, device="cpu")
-            values.scatter_reduce_(0, tensor_of_row, wide[:, 16], "amax")
-        counts = wide[:, 17:19]
-        if not counts.any():
-            return PartialNorms(values.tolist())
-        per_tensor = torch.zeros(self._num_tensors, 2, dtype=torch.float64, device="cpu")
-        per_tensor.index_add_(0, tensor_of_row, counts)
+        totals = kernels.totals_of_ranges(
+            rows.view(-1, kernels.ROW_NUMEL),
+            self.launcher.plan.row_range_of,
+            _POWERS[self._norm_type],
+        )
         others = {
-            i: PartialNorm(0.0, int(num_nan), int(num_inf))
-            for i, (num_nan, num_inf) in enumerate(per_tensor.tolist())
-            if num_nan or num_inf
+            i: PartialNorm(0.0, num_nan, num_inf)
+            for i, (num_nan, num_inf) in totals.nonfinite.items()
         }
-        finite = [0.0 if i in others else value for i, value in enumerate(values.tolist())]
-        return PartialNorms(finite, others)
+        return PartialNorms(totals.values, others)
 
     def fetch(self) -> tuple[PartialNorms, Copies]:
         """Return the partial norms now, and what all of it cost. Sync: one."""

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hyper_parallel.kernels import triton as kernels
+
 from .device_norms import DeviceNorms, is_launchable, lane_format
 from .lanes import ShardUnion
 from .wire_format import VOTE_PLACES, PartialNorm, PartialNorms, WireFormat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from hyper_parallel.kernels import triton as kernels
 
     from .clip_result import Copies
     from .failure import LocalFailure
@@ -56,6 +56,9 @@ class ResidentNorms:
     ) -> ResidentNorms | None:
         """Measure what lies on the group's device; None if nothing does that there are kernels for.
 
+        None too where there is more than the kernels can add to a lane: they are fetched then, and
+        added on the host.
+
         Whether it does is this rank's own affair: the others see lanes, whoever encoded them.
         """
         if shards.are_plain or group is None or group.device.type == "cpu":
@@ -69,7 +72,9 @@ class ResidentNorms:
             and not isinstance(shards.reaches[i].rank_set, ShardUnion)  # not known to the lanes
             and is_launchable(tensor, norm_type)
         ]
-        return cls(shards, indices, norm_type) if indices else None
+        if not 0 < len(indices) <= kernels.MAX_TENSORS_PER_LANE:
+            return None
+        return cls(shards, indices, norm_type)
 
     @property
     def row_numel(self) -> int:

@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
 # Everything that one GPU can say of the device kernels, in ten minutes: builds, compares every
-# kernel with exact or float64 references, clips host and device shards over NCCL, and times the
+# kernel with exact or float64 references, clips host and device shards of one rank, and times the
 # kernels against torch._foreach_norm, torch._foreach_mul_ and the speed of a copy.
+#
+# That clip is measured and scaled where shards lie, and added up on the host. A group of one rank has
+# nobody to reduce with: nothing goes over NCCL, the kernels that encode lanes and finish a norm are
+# checked by themselves only, and the clip of NormReducer(model) without copies does not run.
 #
 #   benchmarks/device_check.sh [python]
 #

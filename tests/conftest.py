@@ -20,9 +20,19 @@ import hypothesis
 import pytest
 import torch
 
+from hyper_parallel.testing import triton_interpreter
+
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Make Triton's interpreter ready for tests marked `triton`; skip them where there is none."""
+    if item.get_closest_marker("triton"):
+        if not triton_interpreter.is_wanted():
+            pytest.skip("Triton is not installed, or not asked to interpret: make setup")
+        triton_interpreter.prepare()
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,10 @@ import torch
 import torch._dynamo  # the first DTensor operation imports it: once here, not in every rank
 import torch.distributed as dist
 
-__all__ = ["RankFailedError", "RankPool", "run_ranks"]
+__all__ = ["HOST_AND_NPU", "RankFailedError", "RankPool", "run_ranks"]
+
+HOST_AND_NPU = "cpu:gloo,npu:hccl"
+"""Backends of a group whose ranks may have gradients on the host and on the simulated NPU."""
 
 _DEAD = "died without a word"
 Task = Callable[[int], Any]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hyper_parallel.testing import triton_interpreter
 from tests.ranks import run_ranks
 
 
@@ -20,7 +19,6 @@ def device_kernels(monkeypatch):
 
 @pytest.mark.simnpu
 @pytest.mark.triton
-@pytest.mark.skipif(not triton_interpreter.is_wanted(), reason="Triton is not installed")
 def test_every_provider_is_verified_timed_and_saved(tmp_path, device_kernels):
     def rank_main(rank):
         del rank

@@ -17,15 +17,16 @@ from torch.distributed.tensor import DTensor, Shard
 import hyper_parallel as hp
 from hyper_parallel.kernels import reference
 from hyper_parallel.kernels import triton as kernels
-from hyper_parallel.platform.torch.wire_format import PartialNorm, WireFormat
 from tests.kernels.host_inputs import any_bits, normal, subnormal
 from tests.kernels.triton_checks import (
     DTYPES,
+    SIZES,
     amid,
     check_encode,
     check_finish,
     check_partial_norms,
     check_scale,
+    host_lane,
 )
 from tests.reference import assert_rounds_sqrt, exact_pow_sum
 
@@ -38,22 +39,15 @@ pytestmark = [
     ),
 ]
 
-SIZES = [0, 1, 7, 4095, 4096, 4097, 100_003]
-
 
 def on_gpu(tensors: list[torch.Tensor], filler: float = math.nan) -> list[torch.Tensor]:
     return [amid(filler, tensor.cuda(), 1 + i % 3) for i, tensor in enumerate(tensors)]
 
 
-def host_lane(value: float, digit_bits: int, num_nan: int = 0) -> list[float]:
-    wire = WireFormat(1 << (24 - digit_bits), 2.0)
-    return wire.encode(PartialNorm(value, num_nan)).tolist()
-
-
 @pytest.mark.parametrize("power", [2, 1, 0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_partial_norms_are_right(dtype, power):
-    tensors = [normal(numel, dtype, seed=numel) for numel in SIZES]
+    tensors = [normal(numel, dtype, seed=numel) for numel in (*SIZES, 100_003)]
     tensors += [any_bits(3000, dtype, seed, finite=True) for seed in range(5)]
     tensors.append(subnormal(1000, dtype, seed=1))
     check_partial_norms(kernels, on_gpu(tensors), power)
@@ -71,8 +65,9 @@ def test_nonfinite_elements_are_counted(special, dtype):
 def test_norm_of_512_mi_elements_is_right(dtype):
     tensor = torch.randn(512 << 20, device="cuda", dtype=torch.float32).to(dtype)
     launcher = kernels.Launcher([tensor], [0], tensor.device)
-    measured = kernels.total_of_rows(launcher.partial_norms([tensor], 2).tolist(), 2)
-    assert measured.pow_sum == pytest.approx(reference.pow_sum64(tensor, 2), rel=2.0**-43)
+    rows = launcher.partial_norms([tensor], 2).cpu()
+    [measured] = kernels.totals_of_ranges(rows, [(0, len(rows))], 2).values
+    assert measured == pytest.approx(reference.pow_sum64(tensor, 2), rel=2.0**-43)
 
 
 @pytest.mark.parametrize("power", [2, 1])
@@ -90,7 +85,7 @@ def test_lanes_and_norms_are_right(digit_bits, power):
 @pytest.mark.parametrize("coefficient", [0.3, 1.0, math.nan])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scaling_rounds_once(dtype, coefficient):
-    tensors = [normal(numel, dtype, seed=numel) for numel in SIZES]
+    tensors = [normal(numel, dtype, seed=numel) for numel in (*SIZES, 100_003)]
     check_scale(kernels, on_gpu(tensors, filler=7.0), coefficient)
 
 
@@ -105,6 +100,7 @@ def nccl(tmp_path):
 @pytest.mark.parametrize("host", ["none", "some", "all"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_clip_of_host_and_device_shards(nccl, host, dtype):
+    """Measured and scaled where they lie, added up on the host: a group of one reduces nothing."""
     mesh = init_device_mesh("cuda", (1,))
     params = []
     for i in range(6):

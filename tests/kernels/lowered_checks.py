@@ -8,18 +8,18 @@ from collections.abc import Iterator
 import torch
 
 from hyper_parallel.kernels import triton as kernels
-from hyper_parallel.platform.torch.wire_format import PartialNorm, WireFormat
 from tests.kernels.host_inputs import any_bits, normal, subnormal
 from tests.kernels.triton_checks import (
     DTYPES,
+    SIZES,
     amid,
     check_encode,
     check_finish,
+    check_huge_votes,
     check_partial_norms,
     check_scale,
+    host_lane,
 )
-
-SIZES = [0, 1, 7, 4095, 4096, 4097, 30_005]
 
 
 def run_all() -> Iterator[str]:
@@ -43,9 +43,7 @@ def run_all() -> Iterator[str]:
     check_partial_norms(kernels, huge_and_tiny, 2)
     yield "partial_norms-1e20-1e-25"
     for digit_bits in (23, 17, 10):
-        wire = WireFormat(1 << (24 - digit_bits), 2.0)
-        values = (1.0 / 3, 1e300, 2.5)
-        incoming = [wire.encode(PartialNorm(value, 1, 2)).tolist() for value in values]
+        incoming = [host_lane(value, digit_bits, 1, 2) for value in (1.0 / 3, 1e300, 2.5)]
         lanes = [[normal(3000, torch.float32)], huge_and_tiny]
         for power in (2, 1):
             check_encode(kernels, lanes, power, digit_bits, incoming)
@@ -57,8 +55,9 @@ def run_all() -> Iterator[str]:
                 check_finish(kernels, finite, power, digit_bits, max_norm)
                 check_finish(kernels, finite[::2], power, digit_bits, max_norm)
             yield f"finish-p{power}-w{digit_bits}"
-    width = 2 + -(-2098 // 17)
-    maxima = [[0.0, 1.0, value] + [0.0] * (width - 3) for value in (0.5, 100.0, 2.0**127)]
+    check_huge_votes(kernels)
+    yield "encode-huge-votes"
+    maxima = [host_lane(value, 17, 0, 1, math.inf) for value in (0.5, 100.0, 2.0**127)]
     check_encode(kernels, lanes, 0, 17, maxima)
     check_finish(kernels, [[0.0, *lane[1:]] for lane in maxima], 0, 17, 1.0)
     yield "extrema"

@@ -18,27 +18,20 @@ import pytest
 import torch
 
 from hyper_parallel.kernels import triton as original
-from hyper_parallel.platform.torch.wire_format import PartialNorm, WireFormat
-from hyper_parallel.testing import triton_interpreter
 from tests.kernels.host_inputs import normal
 from tests.kernels.triton_checks import (
     amid,
     check_encode,
     check_finish,
+    check_huge_votes,
     check_partial_norms,
     check_scale,
+    host_lane,
 )
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.skipif(
-        not triton_interpreter.is_wanted(), reason="Triton is not installed: make setup"
-    ),
-]
-if triton_interpreter.is_wanted():
-    triton_interpreter.prepare()
+pytestmark = pytest.mark.triton
 
-LANES = [WireFormat(128, 2.0).encode(PartialNorm(value)).tolist() for value in (0.3, 5.0, 1e9)]
+LANES = [host_lane(value, 17) for value in (0.3, 5.0, 1e9)]
 
 
 def tails(kernels: ModuleType) -> None:
@@ -85,14 +78,13 @@ def votes(kernels: ModuleType) -> None:
 def norm(kernels: ModuleType) -> None:
     near_tie = ((1.0 + 2.0**-24) * (1.0 + 2.0**-44)) ** 2
     for value in (near_tie, near_tie * 2.0**16, 1e-3, 1e-9):
-        lane = WireFormat(128, 2.0).encode(PartialNorm(value)).tolist()
-        check_finish(kernels, [lane], 2, 17, 1e-4)
+        check_finish(kernels, [host_lane(value, 17)], 2, 17, 1e-4)
 
 
 def subnormal_norm(kernels: ModuleType) -> None:
     # 1 + 2^-25 halves of the last place: to 24 bits a tie.
-    lane = WireFormat(128, 1.0).encode(PartialNorm(2.0**-150 * (1.0 + 2.0**-25))).tolist()
-    check_finish(kernels, [lane], 1, 17, 1.0)
+    value = 2.0**-150 * (1.0 + 2.0**-25)
+    check_finish(kernels, [host_lane(value, 17, norm_type=1.0)], 1, 17, 1.0)
 
 
 def measured_only(kernels: ModuleType) -> None:
@@ -109,8 +101,8 @@ def scaling(kernels: ModuleType) -> None:
 
 
 CHECKS: list[Callable[[ModuleType], None]] = [
-    tails, nan_in_a_tensor, inf_in_a_tensor, huge_and_tiny, spike, mixed_dtypes, lanes, votes, norm,
-    subnormal_norm, measured_only, nan_in_a_lane, scaling,
+    tails, nan_in_a_tensor, inf_in_a_tensor, huge_and_tiny, spike, mixed_dtypes, lanes, votes,
+    check_huge_votes, norm, subnormal_norm, measured_only, nan_in_a_lane, scaling,
 ]  # fmt: skip
 
 MUTATIONS = {
@@ -150,6 +142,18 @@ MUTATIONS = {
         "encode", "ranges_ptr + 2 * lane)", "ranges_ptr + 0 * lane)", lanes),
     "vote not cast": (
         "encode", "num_nan + num_inf > 0.0", "num_inf > 0.0", votes),
+    "always voted huge": (
+        "encode", "largest > HUGE, 1.0, 0.0", "largest > HUGE, 1.0, 1.0", check_huge_votes),
+    "never voted huge": (
+        "encode", "largest > HUGE, 1.0, 0.0", "largest > HUGE, 0.0, 0.0", check_huge_votes),
+    "voted huge at the bound": (
+        "encode", "largest > HUGE", "largest >= HUGE", check_huge_votes),
+    "voted huge far beyond the bound only": (
+        "encode", "tl.constexpr(2.0**75)", "tl.constexpr(2.0**76)", check_huge_votes),
+    "group of huge blocks taken for ordinary on the host": (
+        "rows", "(75, 0, -90)", "(75, 0, 0)", huge_and_tiny),
+    "low halves dropped on the host": (
+        "rows", "_LOWS = slice(8, 11)", "_LOWS = slice(11, 14)", tails),
     "root not refined": (
         "finish", "rest / (safe + safe)", "0.0 * rest", norm),
     "subnormal rounded twice": (
@@ -204,3 +208,8 @@ def test_slip_is_caught(slip, copy_of_kernels):
     kernels = copy_of_kernels(module, old, new)
     with pytest.raises(AssertionError):
         check(kernels)
+
+
+def test_readme_counts_the_slips():
+    readme = Path(__file__).resolve().parents[2] / "README.md"
+    assert f"| {len(MUTATIONS)} slips in a line each" in readme.read_text()

@@ -11,30 +11,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hyper_parallel.kernels import reference
 from hyper_parallel.kernels import triton as kernels
-from hyper_parallel.platform.torch.wire_format import PartialNorm, WireFormat
-from hyper_parallel.testing import triton_interpreter
 from tests.kernels.host_inputs import any_bits, at_offset, normal, subnormal
 from tests.kernels.triton_checks import (
     DTYPES,
+    SIZES,
     amid,
     check_encode,
     check_finish,
+    check_huge_votes,
     check_partial_norms,
     check_scale,
+    host_lane,
+    lane_format,
+    lane_of_digits,
 )
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.skipif(
-        not triton_interpreter.is_wanted(), reason="Triton is not installed: make setup"
-    ),
-]
-if triton_interpreter.is_wanted():
-    triton_interpreter.prepare()
-
-# Around a block of 4096, and of a segment where 3 programs share the work.
-SIZES = [0, 1, 2, 7, 4095, 4096, 4097, 3 * 4096 + 5]
+pytestmark = pytest.mark.triton
 
 
 @pytest.mark.parametrize("power", [2, 1, 0])
@@ -101,18 +95,11 @@ def test_sum_at_512_mi_elements_is_right():
     """512 segments of a million elements, of which the interpreter runs each distinct one."""
     tensor = normal(1 << 16, torch.float32)
     launcher = kernels.Launcher([tensor], [0], tensor.device)
-    rows = launcher.partial_norms([tensor], 2).tolist()
     repeats = (512 << 20) // tensor.numel()
-    measured = kernels.total_of_rows(rows * repeats, 2)
+    rows = launcher.partial_norms([tensor], 2).repeat(repeats, 1)
+    [measured] = kernels.totals_of_ranges(rows, [(0, len(rows))], 2).values
     exact = sum((Fraction(x) ** 2 for x in tensor.tolist()), Fraction(0)) * repeats
-    assert abs(Fraction(measured.pow_sum) / exact - 1) < Fraction(1, 2**45)
-
-
-def host_lane(value: float, digit_bits: int, num_nan: int = 0, num_inf: int = 0) -> list[float]:
-    """Return a lane as the host encodes it."""
-    wire = WireFormat(1 << (24 - digit_bits), 2.0)
-    assert wire.digit_bits == digit_bits
-    return wire.encode(PartialNorm(value, num_nan, num_inf)).tolist()
+    assert abs(Fraction(measured) / exact - 1) < Fraction(1, 2**45)
 
 
 @pytest.mark.parametrize("power", [2, 1])
@@ -148,13 +135,33 @@ def test_encode_counts_nan_and_inf_and_votes():
     check_encode(kernels, fine, 2, 17, incoming, votes)
 
 
+def test_encode_votes_for_huge_elements_and_for_no_others():
+    check_huge_votes(kernels)
+
+
+@pytest.mark.parametrize("digit_bits", [23, 17, 10])
+def test_encode_adds_up_as_many_rows_as_a_lane_may_have(digit_bits):
+    """Each thousand of them adds to the same digit, and as much as there is below the next."""
+    unit = next(e for e in range(-60, 0) if (e - reference.GRID_EXPONENT) % digit_bits == 0)
+    launcher = kernels.Launcher([], [], torch.device("cpu"))
+    launcher._rows = torch.zeros(kernels.MAX_ROWS_PER_LANE, kernels.ROW_NUMEL)
+    launcher._rows[::1024, 1] = (2.0**digit_bits - 1.0) * 2.0**unit
+    launcher.plan.num_rows = kernels.MAX_ROWS_PER_LANE
+    form = lane_format(kernels, 2, digit_bits)
+    arrived = torch.zeros(form.header_numel + form.lane_numel)
+    outgoing = torch.empty_like(arrived)
+    table = kernels.LaneTable([(0, kernels.MAX_ROWS_PER_LANE)], [], torch.device("cpu"))
+    launcher.encode(arrived, outgoing, table, form)
+    decoded = reference.decode_lane(outgoing[form.header_numel :].tolist(), digit_bits)
+    assert decoded == sum(map(Fraction, launcher._rows[:, 1].tolist()))
+
+
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf])
 def test_encode_takes_maxima(bad):
     first = normal(5000, torch.float32)
     if bad is not None:
         first[4567] = bad
-    width = 2 + -(-2098 // 17)
-    incoming = [[0.0, 1.0, value] + [0.0] * (width - 3) for value in (0.5, 100.0, 2.0**127)]
+    incoming = [host_lane(value, 17, 0, 1, math.inf) for value in (0.5, 100.0, 2.0**127)]
     check_encode(kernels, [[first], [normal(5, torch.bfloat16)]], 0, 17, incoming)
 
 
@@ -193,14 +200,13 @@ def test_finish_of_special_lanes(power):
 @pytest.mark.parametrize("power", [2, 1])
 def test_finish_of_balanced_digits(power):
     """Digits of devices may be negative, and the leading one may count for half."""
-    lane = [0.0] * (2 + -(-2098 // 17))
-    lane[2 + 64], lane[2 + 63], lane[2 + 62] = 1.0, -(2.0**16) - 255.0, -(2.0**16)
+    lane = lane_of_digits(17, {64: 1.0, 63: -(2.0**16) - 255.0, 62: -(2.0**16)})
     check_finish(kernels, [lane, lane, host_lane(3.0, 17)], power, 17, 1.0)
 
 
 def test_finish_of_maxima():
     for value in (0.0, 5.5, 3e38, 1e-40):
-        lane = [0.0, 0.0, value] + [0.0] * (-(-2098 // 17) - 1)
+        lane = host_lane(value, 17, norm_type=math.inf)
         check_finish(kernels, [lane, [0.0] * len(lane)], 0, 17, 1.0)
         check_finish(kernels, [[0.0, 1.0, *lane[2:]]], 0, 17, 1.0)
         check_finish(kernels, [[1.0, 1.0, *lane[2:]]], 0, 17, 1.0)

@@ -6,18 +6,22 @@ Each check runs one kernel by its launcher and compares with `kernels/reference.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from types import ModuleType
 
 import torch
 
 from hyper_parallel.kernels import reference
+from hyper_parallel.platform.torch.wire_format import PartialNorm, WireFormat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEADER_NUMEL = 23
 NONFINITE_VOTE, HUGE_VOTE = 3, 4
-GRID_BITS = 1024 + 1074
+HUGE = 2.0**75
+
+# Around a block of 4096, and of a segment where 3 programs share the work.
+SIZES = [0, 1, 2, 7, 4095, 4096, 4097, 30_005]
 
 # Of the sum, relative: half as much of the norm is 2^-20 of its last place.
 MAX_SUM_ERROR = Fraction(1, 2**43)
@@ -29,11 +33,34 @@ def amid(filler: float, tensor: torch.Tensor, before: int) -> torch.Tensor:
     return around.to(tensor.device)[before : before + tensor.numel()].copy_(tensor)
 
 
+def wire_format(digit_bits: int, norm_type: float = 2.0) -> WireFormat:
+    """Return the format of the largest group whose digits have so many bits."""
+    wire = WireFormat(1 << (24 - digit_bits), norm_type)
+    assert wire.digit_bits == digit_bits
+    return wire
+
+
+def host_lane(
+    value: float, digit_bits: int, num_nan: int = 0, num_inf: int = 0, norm_type: float = 2.0
+) -> list[float]:
+    """Return a lane as the host encodes it."""
+    lane = wire_format(digit_bits, norm_type).encode(PartialNorm(value, num_nan, num_inf))
+    return lane.tolist()
+
+
+def lane_of_digits(digit_bits: int, digits: Mapping[int, float]) -> list[float]:
+    """Return a lane that has these digits by place, and zeros."""
+    lane = [0.0] * wire_format(digit_bits).lane_numel
+    for place, digit in digits.items():
+        lane[2 + place] = digit
+    return lane
+
+
 def lane_format(kernels: ModuleType, power: int, digit_bits: int):
     return kernels.LaneFormat(
         power=power,
         header_numel=HEADER_NUMEL,
-        lane_numel=2 + -(-GRID_BITS // digit_bits),
+        lane_numel=wire_format(digit_bits).lane_numel,
         digit_bits=digit_bits,
         nonfinite_vote=NONFINITE_VOTE,
         huge_vote=HUGE_VOTE,
@@ -43,15 +70,20 @@ def lane_format(kernels: ModuleType, power: int, digit_bits: int):
 def check_partial_norms(kernels: ModuleType, tensors: Sequence[torch.Tensor], power: int) -> None:
     """Every tensor's rows say what exact arithmetic says."""
     launcher = kernels.Launcher(tensors, [0] * len(tensors), tensors[0].device)
-    rows = launcher.partial_norms(tensors, power).tolist()
-    for tensor, (begin, end) in zip(tensors, launcher.plan.row_range_of, strict=True):
-        measured = kernels.total_of_rows(rows[begin:end], power)
+    rows, ranges = launcher.partial_norms(tensors, power).cpu(), launcher.plan.row_range_of
+    sums = kernels.totals_of_ranges(rows, ranges, power) if power else None
+    maxima = kernels.totals_of_ranges(rows, ranges, 0)  # which rows of any power have
+    for i, tensor in enumerate(tensors):
         exact = reference.partial_norms(tensor, power)
-        assert (measured.num_nan, measured.num_inf) == (exact.num_nan, exact.num_inf)
-        if exact.num_nan or exact.num_inf:
-            continue
-        assert measured.max_abs == exact.max_abs
-        assert_near(measured.pow_sum, exact.pow_sum)
+        is_finite = not (exact.num_nan or exact.num_inf)
+        counts = None if is_finite else (exact.num_nan, exact.num_inf)
+        assert maxima.nonfinite.get(i) == counts
+        assert maxima.values[i] == (exact.max_abs if is_finite else 0.0)
+        if sums is not None:
+            assert sums.nonfinite.get(i) == counts
+            assert_near(sums.values[i], exact.pow_sum if is_finite else Fraction(0))
+    if power == 0:
+        assert not rows[:, :16].any()
 
 
 def assert_near(value: float, exact: Fraction) -> None:
@@ -69,8 +101,8 @@ def check_encode(
     digit_bits: int,
     incoming: Sequence[Sequence[float]],
     votes: Sequence[float] = (0.0,) * HEADER_NUMEL,
-) -> torch.Tensor:
-    """Encode tensors lane by lane, and all of them into one lane more; return the buffer."""
+) -> None:
+    """Encode tensors lane by lane, and all of them into one lane more."""
     tensors = [tensor for lane in lanes for tensor in lane]
     lane_of = [i for i, lane in enumerate(lanes) for _ in lane]
     form = lane_format(kernels, power, digit_bits)
@@ -93,11 +125,24 @@ def check_encode(
     nonfinite = any(m.num_nan or m.num_inf for m in exact)
     expected = list(votes)
     expected[NONFINITE_VOTE] = max(votes[NONFINITE_VOTE], float(nonfinite))
-    expected[HUGE_VOTE] = after[HUGE_VOTE].item()
+    expected[HUGE_VOTE] = max(votes[HUGE_VOTE], float(any(m.max_abs > HUGE for m in exact)))
     assert after[:HEADER_NUMEL].tolist() == expected
-    if any(m.max_abs > 2.0**76 for m in exact):
-        assert after[HUGE_VOTE] == 1.0
-    return after
+
+
+def check_huge_votes(kernels: ModuleType) -> None:
+    """That a norm may overflow is voted for elements beyond the bound, and for no others.
+
+    A vote that the host has cast stays.
+    """
+    below, above = HUGE * (1.0 - 2.0**-24), HUGE * (1.0 + 2.0**-23)  # neighbours in float32
+    incoming = [host_lane(1.0, 17)] * 3
+    ones = [torch.ones(3)]
+    for largest in (1.0, below, -HUGE, HUGE, above, -above, 3e38):
+        lanes = [ones, [torch.full((5,), largest)]]
+        for vote in (0.0, 1.0):
+            votes = [0.0] * HEADER_NUMEL
+            votes[HUGE_VOTE] = vote
+            check_encode(kernels, lanes, 2, 17, incoming, votes)
 
 
 def _check_lane(

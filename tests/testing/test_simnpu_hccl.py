@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.testing import simnpu
-from tests.ranks import RankFailedError, run_ranks
+from tests.ranks import HOST_AND_NPU, RankFailedError, run_ranks
 
 pytestmark = pytest.mark.simnpu
 
@@ -44,7 +44,7 @@ def test_mixed_backend_takes_both_kinds_of_tensor() -> None:
             dist.all_reduce(tensor)
         return [tensor.item() for tensor in tensors]
 
-    assert ranks(fn, backend="cpu:gloo,npu:hccl") == [[2.0, 2.0]] * 2
+    assert ranks(fn, backend=HOST_AND_NPU) == [[2.0, 2.0]] * 2
 
 
 def test_gloo_group_beside_hccl_takes_cpu_tensors_only() -> None:

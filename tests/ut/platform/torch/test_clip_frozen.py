@@ -12,8 +12,8 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.kernels import triton as kernels
-from hyper_parallel.testing import simnpu, triton_interpreter
-from tests.ranks import run_ranks
+from hyper_parallel.testing import simnpu
+from tests.ranks import HOST_AND_NPU, run_ranks
 from tests.sharding import (
     Replicate,
     Shard,
@@ -24,15 +24,7 @@ from tests.sharding import (
     parameter,
 )
 
-pytestmark = [
-    pytest.mark.simnpu,
-    pytest.mark.triton,
-    pytest.mark.skipif(
-        not triton_interpreter.is_wanted(), reason="Triton is not installed: make setup"
-    ),
-]
-
-BACKEND = "cpu:gloo,npu:hccl"
+pytestmark = [pytest.mark.simnpu, pytest.mark.triton]
 
 
 class Model(torch.nn.Module):
@@ -74,7 +66,7 @@ def compare(rank: int, norm_type: float, max_norm: float) -> None:
 @pytest.mark.parametrize("max_norm", [1.0, 1e9, math.inf])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 def test_frozen_clip_has_the_bits_of_one_that_asks(norm_type, max_norm):
-    run_ranks(compare, 4, norm_type, max_norm, backend=BACKEND, timeout_s=60)
+    run_ranks(compare, 4, norm_type, max_norm, backend=HOST_AND_NPU, timeout_s=60)
 
 
 def count(rank: int) -> dict[str, int]:
@@ -93,7 +85,7 @@ def count(rank: int) -> dict[str, int]:
 
 
 def test_frozen_clip_copies_nothing_and_waits_for_nothing():
-    for counters in run_ranks(count, 4, backend=BACKEND, timeout_s=60):
+    for counters in run_ranks(count, 4, backend=HOST_AND_NPU, timeout_s=60):
         assert (counters["h2d"], counters["d2h"], counters["host_syncs"]) == (0, 0, 0)
         assert counters["collectives"] == 1
         # Measure and scale per dtype, encode, finish.
@@ -149,7 +141,7 @@ def main_grads(model: Model) -> list[torch.Tensor]:
 
 
 def test_steps_that_differ_in_everything_have_the_bits_of_a_reducer_that_asks():
-    run_ranks(take_random_steps, 4, backend=BACKEND, timeout_s=60)
+    run_ranks(take_random_steps, 4, backend=HOST_AND_NPU, timeout_s=60)
 
 
 def take_turns(rank: int) -> set[float]:
@@ -160,7 +152,9 @@ def take_turns(rank: int) -> set[float]:
 
 
 def test_models_that_take_turns_do_not_get_in_each_others_way():
-    assert all(len(norms) == 1 for norms in run_ranks(take_turns, 4, backend=BACKEND, timeout_s=60))
+    assert all(
+        len(norms) == 1 for norms in run_ranks(take_turns, 4, backend=HOST_AND_NPU, timeout_s=60)
+    )
 
 
 def forget(rank: int) -> bool:
@@ -175,7 +169,7 @@ def forget(rank: int) -> bool:
 
 
 def test_reducer_is_not_kept_alive():
-    assert all(run_ranks(forget, 4, backend=BACKEND, timeout_s=60))
+    assert all(run_ranks(forget, 4, backend=HOST_AND_NPU, timeout_s=60))
 
 
 def count_after_a_move(rank: int) -> tuple[int, int, int]:
@@ -194,7 +188,7 @@ def count_after_a_move(rank: int) -> tuple[int, int, int]:
 
 def test_gradients_elsewhere_cost_tables_but_no_wait():
     for h2d, h2d_async, host_syncs in run_ranks(
-        count_after_a_move, 4, backend=BACKEND, timeout_s=60
+        count_after_a_move, 4, backend=HOST_AND_NPU, timeout_s=60
     ):
         assert h2d == h2d_async == 2
         assert host_syncs == 0
@@ -212,7 +206,7 @@ def poison(rank: int) -> tuple[float, str]:
 
 
 def test_what_was_not_agreed_on_makes_the_norm_nan_and_raises_where_it_is():
-    outcomes = run_ranks(poison, 4, backend=BACKEND, timeout_s=60)
+    outcomes = run_ranks(poison, 4, backend=HOST_AND_NPU, timeout_s=60)
     assert all(math.isnan(norm) for norm, _ in outcomes)
     assert "rank 2" in outcomes[2][1]
 
@@ -241,7 +235,7 @@ def failing(*arguments: object, **options: object) -> None:
 
 @pytest.mark.parametrize("method", ["partial_norms", "lane_table", "encode"])
 def test_launch_that_fails_makes_the_norm_nan_and_the_next_clip_is_right(method):
-    outcomes = run_ranks(break_down, 4, method, backend=BACKEND, timeout_s=20)
+    outcomes = run_ranks(break_down, 4, method, backend=HOST_AND_NPU, timeout_s=20)
     assert all(math.isnan(first) and second > 0 for first, second in outcomes)
 
 
@@ -256,7 +250,7 @@ def bad_request(rank: int) -> float:
 
 
 def test_a_request_that_one_rank_cannot_make_leaves_nobody_waiting():
-    assert all(map(math.isnan, run_ranks(bad_request, 4, backend=BACKEND, timeout_s=60)))
+    assert all(map(math.isnan, run_ranks(bad_request, 4, backend=HOST_AND_NPU, timeout_s=60)))
 
 
 def ask(rank: int) -> None:
@@ -268,7 +262,7 @@ def ask(rank: int) -> None:
 
 
 def test_clip_that_asks_for_an_error_asks_the_others():
-    run_ranks(ask, 4, backend=BACKEND, timeout_s=60)
+    run_ranks(ask, 4, backend=HOST_AND_NPU, timeout_s=60)
 
 
 def host_model_on_one(rank: int) -> str:
@@ -279,7 +273,7 @@ def host_model_on_one(rank: int) -> str:
 
 
 def test_one_rank_off_its_device_keeps_all_from_freezing():
-    assert set(run_ranks(host_model_on_one, 4, backend=BACKEND, timeout_s=60)) == {"cpu"}
+    assert set(run_ranks(host_model_on_one, 4, backend=HOST_AND_NPU, timeout_s=60)) == {"cpu"}
 
 
 def without_gradients(rank: int) -> tuple[float, float]:
@@ -293,7 +287,7 @@ def without_gradients(rank: int) -> tuple[float, float]:
 
 
 def test_ranks_without_gradients_take_part():
-    outcomes = run_ranks(without_gradients, 4, backend=BACKEND, timeout_s=60)
+    outcomes = run_ranks(without_gradients, 4, backend=HOST_AND_NPU, timeout_s=60)
     assert all(first > 0 and second == 0 for first, second in outcomes)
 
 
@@ -312,4 +306,4 @@ def scale_twice(rank: int) -> None:
 
 
 def test_gradients_that_a_step_is_to_scale_are_not_scaled_too():
-    run_ranks(scale_twice, 4, backend=BACKEND, timeout_s=60)
+    run_ranks(scale_twice, 4, backend=HOST_AND_NPU, timeout_s=60)

@@ -14,7 +14,7 @@ from hyper_parallel import NormReducer, clip_grad_norm_, get_total_norm, reducti
 from hyper_parallel.platform.torch import meeting
 from hyper_parallel.platform.torch.clip_result import Copies
 from tests.clipping import error_of
-from tests.ranks import run_ranks
+from tests.ranks import HOST_AND_NPU, run_ranks
 from tests.sharding import both, dense, expert, mesh_of, parameter
 
 
@@ -180,7 +180,7 @@ def test_group_without_a_usable_backend_is_refused_early(tmp_path):
 @pytest.mark.simnpu
 def test_group_with_both_backends_uses_the_accelerator_whoever_is_resident():
     def rank_main(rank):
-        backend = "cpu:gloo,npu:hccl"
+        backend = HOST_AND_NPU
         params = [dense(backend, on_host=rank % 2 == 0), expert(backend, on_host=rank < 2)]
         reducer = NormReducer()
         reducer.clip_(params, math.inf)
@@ -189,7 +189,7 @@ def test_group_with_both_backends_uses_the_accelerator_whoever_is_resident():
         assert result.total_norm.device.type == ("cpu" if rank == 0 else "npu")
         return result.total_norm.item()
 
-    norms = run_ranks(rank_main, 4, backend="cpu:gloo,npu:hccl")
+    norms = run_ranks(rank_main, 4, backend=HOST_AND_NPU)
     assert len(set(norms)) == 1
     assert round(norms[0], 3) == 903.549
 

@@ -17,18 +17,11 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from hyper_parallel.testing import triton_interpreter
 from tests.case_runner import Outcome, assert_all_are_right, clip_case
 from tests.drawn_cases import Case, DrawnMesh, DrawnParameter, Step
 from tests.ranks import RankPool
 
-pytestmark = [
-    pytest.mark.simnpu,
-    pytest.mark.triton,
-    pytest.mark.skipif(
-        not triton_interpreter.is_wanted(), reason="Triton is not installed: make setup"
-    ),
-]
+pytestmark = [pytest.mark.simnpu, pytest.mark.triton]
 
 NUM_RANKS = 4
 EVERYONE = frozenset(range(NUM_RANKS))

@@ -14,20 +14,13 @@ import torch
 import hyper_parallel as hp
 from hyper_parallel.kernels import host
 from hyper_parallel.kernels import triton as kernels
-from hyper_parallel.testing import simnpu, triton_interpreter
-from tests.ranks import run_ranks
+from hyper_parallel.testing import simnpu
+from tests.ranks import HOST_AND_NPU, run_ranks
 from tests.reference import assert_rounds_sqrt, exact_pow_sum
 from tests.sharding import Shard, local_grad, mesh_of, parameter
 
-pytestmark = [
-    pytest.mark.simnpu,
-    pytest.mark.triton,
-    pytest.mark.skipif(
-        not triton_interpreter.is_wanted(), reason="Triton is not installed: make setup"
-    ),
-]
+pytestmark = [pytest.mark.simnpu, pytest.mark.triton]
 
-BACKEND = "cpu:gloo,npu:hccl"
 COUNTERS = ("h2d", "d2h", "collectives", "host_syncs", "early_rewrites")
 HOST, MIXED, DEVICE = "host", "mixed", "device"
 WITH_MODEL = ", with a model"
@@ -56,7 +49,7 @@ def clip_random(rank: int, where: str) -> tuple[torch.Tensor, torch.Tensor, list
 
 @pytest.mark.parametrize("where", [MIXED, DEVICE])
 def test_norm_of_random_shards_is_rounded_once(where):
-    outcomes = run_ranks(clip_random, 4, where, backend=BACKEND, timeout_s=60)
+    outcomes = run_ranks(clip_random, 4, where, backend=HOST_AND_NPU, timeout_s=60)
     everything = [tensor for *_, shards in outcomes for tensor in shards]
     for total, local, shards in outcomes:
         assert_rounds_sqrt(total, exact_pow_sum(everything))
@@ -78,9 +71,34 @@ def counted(rank: int, where: str) -> tuple[dict[str, int], object]:
 
 @pytest.mark.parametrize("where", [MIXED, DEVICE])
 def test_host_and_device_shards_together_cost_one_copy_up_and_one_down(where):
-    for counters, copies in run_ranks(counted, 4, where, backend=BACKEND, timeout_s=60):
+    for counters, copies in run_ranks(counted, 4, where, backend=HOST_AND_NPU, timeout_s=60):
         assert counters == dict(zip(COUNTERS, (1, 1, 1, 1, 0), strict=True))
         assert (copies.h2d, copies.collectives, copies.d2h, copies.host_syncs) == (1, 1, 1, 1)
+
+
+def clip_more_than_a_lane_takes(rank: int) -> list[tuple[float, list[torch.Tensor], int]]:
+    outcomes = []
+    reducer = hp.NormReducer()
+    reducer.clip_(random_shards(rank, DEVICE), 1.0)  # the layout is agreed on
+    usual = kernels.MAX_TENSORS_PER_LANE
+    for limit in (usual, 4, 3):
+        kernels.MAX_TENSORS_PER_LANE = limit if rank < 2 else usual
+        params = random_shards(rank, DEVICE)
+        result = reducer.clip_(params, 1.0)
+        grads = [local_grad(p).cpu() for p in params]
+        outcomes.append((result.total_norm.item(), grads, result.copies.d2h))
+    return outcomes
+
+
+def test_ranks_with_more_tensors_than_a_lane_takes_fetch_their_norms():
+    """The limit is 16384 tensors on the group's device; here 4 reach it, and pass it at 3."""
+    by_rank = run_ranks(clip_more_than_a_lane_takes, 4, backend=HOST_AND_NPU, timeout_s=60)
+    for rank, outcomes in enumerate(by_rank):
+        (total, grads, _), *others = outcomes
+        assert [d2h for *_, d2h in outcomes] == [1, 1, 2 if rank < 2 else 1]
+        for other_total, other_grads, _ in others:
+            assert other_total == total
+            assert all(map(torch.equal, other_grads, grads))
 
 
 def clip_nonfinite(rank: int) -> tuple[str, bool]:
@@ -95,7 +113,7 @@ def clip_nonfinite(rank: int) -> tuple[str, bool]:
 
 
 def test_infinity_on_a_device_is_named_before_anything_changes():
-    for message, is_unchanged in run_ranks(clip_nonfinite, 4, backend=BACKEND, timeout_s=60):
+    for message, is_unchanged in run_ranks(clip_nonfinite, 4, backend=HOST_AND_NPU, timeout_s=60):
         assert "rank 2" in message
         assert "parameters[1]" in message
         assert is_unchanged
@@ -118,7 +136,7 @@ def clip_on_two_devices(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 def test_gradients_on_two_devices_and_the_host():
     elements = [torch.arange(1.0, 33.0), torch.full((4,), 2.0), torch.full((4,), 3.0)]
-    for total, left, there in run_ranks(clip_on_two_devices, 4, backend=BACKEND, timeout_s=20):
+    for total, left, there in run_ranks(clip_on_two_devices, 4, backend=HOST_AND_NPU, timeout_s=20):
         assert_rounds_sqrt(total, exact_pow_sum(elements))
         assert left.item() == pytest.approx(1, abs=1e-5)
         assert there.tolist() == pytest.approx([2 / total.item()] * 4, rel=1e-6)
@@ -137,7 +155,7 @@ def clip_on_a_stream(rank: int, where: str) -> None:
 
 @pytest.mark.parametrize("where", [MIXED, DEVICE])
 def test_clip_runs_on_the_stream_it_is_called_on(where):
-    run_ranks(clip_on_a_stream, 4, where, backend=BACKEND, timeout_s=20)
+    run_ranks(clip_on_a_stream, 4, where, backend=HOST_AND_NPU, timeout_s=20)
 
 
 def break_down(rank: int, method: str, norm_type: float) -> tuple[str, bool, float]:
@@ -164,7 +182,7 @@ def failing(*arguments: object, **options: object) -> None:
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("method", ["partial_norms", "lane_table", "encode"])
 def test_launch_that_fails_is_raised_on_all_ranks_with_gradients_as_they_were(method, norm_type):
-    outcomes = run_ranks(break_down, 4, method, norm_type, backend=BACKEND, timeout_s=20)
+    outcomes = run_ranks(break_down, 4, method, norm_type, backend=HOST_AND_NPU, timeout_s=20)
     for message, is_unchanged, norm in outcomes:
         assert "rank 2: OSError: no space left on device" in message
         assert is_unchanged
@@ -184,7 +202,7 @@ def break_host_pass(rank: int) -> tuple[str, bool]:
 
 
 def test_host_pass_that_fails_beside_norms_on_the_device_is_raised_on_all_ranks():
-    for message, is_unchanged in run_ranks(break_host_pass, 4, backend=BACKEND, timeout_s=20):
+    for message, is_unchanged in run_ranks(break_host_pass, 4, backend=HOST_AND_NPU, timeout_s=20):
         assert "rank 2: OSError: no space left on device" in message
         assert is_unchanged
 
@@ -201,7 +219,7 @@ def fail_to_scale(rank: int) -> bool:
 
 def test_scaling_that_cannot_be_launched_leaves_host_gradients_as_they_were():
     """pytorch#121020."""
-    assert all(run_ranks(fail_to_scale, 4, backend=BACKEND, timeout_s=20))
+    assert all(run_ranks(fail_to_scale, 4, backend=HOST_AND_NPU, timeout_s=20))
 
 
 def values(seed: int, *shape: int) -> torch.Tensor:
@@ -264,7 +282,7 @@ def clip_declared(rank: int, make, where: str) -> list[object]:
 @pytest.mark.parametrize("make", [stages, tied, experts])
 def test_what_is_declared_has_the_same_bits_wherever_it_is(make):
     on_host, *others = (
-        run_ranks(clip_declared, 4, make, where, backend=BACKEND, timeout_s=20)
+        run_ranks(clip_declared, 4, make, where, backend=HOST_AND_NPU, timeout_s=20)
         for where in (HOST, MIXED, DEVICE, DEVICE + WITH_MODEL)
     )
     assert all(outcome == on_host for outcome in others)

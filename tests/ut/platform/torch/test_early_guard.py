@@ -32,7 +32,7 @@ from tests.early import (
     run_case,
     train_once,
 )
-from tests.ranks import run_ranks
+from tests.ranks import HOST_AND_NPU, run_ranks
 from tests.reference import assert_rounds_sqrt
 
 pytestmark = pytest.mark.simnpu
@@ -177,7 +177,7 @@ def outcomes() -> list[dict[str, tuple[float, Any, int, dict[str, int]]]]:
             results[name] = (result.total_norm.item(), truth, result.num_early, reasons)
         return results
 
-    return run_ranks(rank_main, 2, backend="cpu:gloo,npu:hccl", timeout_s=55)
+    return run_ranks(rank_main, 2, backend=HOST_AND_NPU, timeout_s=55)
 
 
 @pytest.mark.parametrize("name", EDITS)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from hyper_parallel import NormBeforeOffload, NormReducer, clip_grad_norm_
 from tests.early import ALL, Model, compare, exact, offloaded, train_once
-from tests.ranks import run_ranks
+from tests.ranks import HOST_AND_NPU, run_ranks
 from tests.reference import assert_rounds_sqrt
 from tests.sharding import mesh_of
 
@@ -238,7 +238,7 @@ def test_group_that_reduces_elsewhere():
         assert first.num_early == ALL
         return first.total_norm.item(), NormReducer(model).clip_(model, 1e9).total_norm.item()
 
-    for result in run_ranks(rank_main, 2, backend="cpu:gloo,npu:hccl"):
+    for result in run_ranks(rank_main, 2, backend=HOST_AND_NPU):
         assert result[0] == result[1]
 
 

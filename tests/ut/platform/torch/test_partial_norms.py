@@ -11,7 +11,7 @@ from hyper_parallel.platform.torch import partial_norms
 from hyper_parallel.platform.torch.clip_result import Copies
 from hyper_parallel.platform.torch.partial_norms import measure, scale_
 from hyper_parallel.platform.torch.wire_format import PartialNorm
-from hyper_parallel.testing import simnpu, triton_interpreter
+from hyper_parallel.testing import simnpu
 from tests.ranks import run_ranks
 from tests.reference import error_in_ulp, exact_pow_sum
 
@@ -248,7 +248,6 @@ def test_device_shards_are_measured_like_host_shards(has_float64):
 
 @pytest.mark.simnpu
 @pytest.mark.triton
-@pytest.mark.skipif(not triton_interpreter.is_wanted(), reason="Triton is not installed")
 def test_device_shards_are_measured_and_scaled_by_kernels_where_these_take_them():
     def rank_main(rank):
         fits = [
@@ -285,7 +284,6 @@ def test_device_shards_are_measured_and_scaled_by_kernels_where_these_take_them(
 
 @pytest.mark.simnpu
 @pytest.mark.triton
-@pytest.mark.skipif(not triton_interpreter.is_wanted(), reason="Triton is not installed")
 def test_an_npus_private_formats_are_left_to_single_operators():
     """What torch_npu keeps in an order of its own, such as NZ (29), kernels would misread."""
 

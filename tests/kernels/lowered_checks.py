@@ -12,6 +12,9 @@ from hyper_parallel.platform.torch.wire_format import PartialNorm, WireFormat
 from tests.kernels.host_inputs import any_bits, normal, subnormal
 from tests.kernels.triton_checks import (
     DTYPES,
+    ERROR_VOTE,
+    HEADER_NUMEL,
+    agreed_header,
     amid,
     check_encode,
     check_finish,
@@ -56,6 +59,12 @@ def run_all() -> Iterator[str]:
                 finite = [[0.0, 0.0, *lane[2:]] for lane in incoming]
                 check_finish(kernels, finite, power, digit_bits, max_norm)
                 check_finish(kernels, finite[::2], power, digit_bits, max_norm)
+            for place in (0, ERROR_VOTE, HEADER_NUMEL - 1):
+                header = agreed_header(power, digit_bits)
+                header[place] += 1.0
+                check_finish(
+                    kernels, finite, power, digit_bits, 1.0, header=header, is_agreed=False
+                )
             yield f"finish-p{power}-w{digit_bits}"
     width = 2 + -(-2098 // 17)
     maxima = [[0.0, 1.0, value] + [0.0] * (width - 3) for value in (0.5, 100.0, 2.0**127)]

@@ -8,7 +8,6 @@ module for shards on devices, the only ones that know kernels.
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from hyper_parallel.kernels import triton as kernels
 
 from .clip_result import Copies
-from .wire_format import PartialNorm, PartialNorms, Votes
+from .wire_format import VOTE_PLACES, PartialNorm, PartialNorms
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -64,14 +63,16 @@ def lane_format(wire: WireFormat) -> kernels.LaneFormat | None:
     """Return what the kernels must know of a wire format; None if they cannot write it."""
     if wire.norm_type not in _POWERS or wire.digit_bits not in _DIGIT_BITS:
         return None
-    place = {field.name: 1 + i for i, field in enumerate(fields(Votes))}
     return kernels.LaneFormat(
         power=_POWERS[wire.norm_type],
         header_numel=wire.header_numel,
         lane_numel=wire.lane_numel,
         digit_bits=wire.digit_bits,
-        nonfinite_vote=place["nonfinite"],
-        huge_vote=place["huge"],
+        nonfinite_vote=VOTE_PLACES["nonfinite"],
+        huge_vote=VOTE_PLACES["huge"],
+        error_vote=VOTE_PLACES["error"],
+        num_votes=len(VOTE_PLACES),
+        group_size=wire.group_size,
     )
 
 

@@ -87,7 +87,8 @@ def ask_differently(
             raises=odd_ones_raise and rank in odd,
             **{"max_norm": 1.0, **common, **own},
         )
-        norms.append(reducer.clip_(model.parameters(), math.inf).total_norm.item())
+        measured = reducer.clip_(model.parameters(), math.inf, **common)
+        norms.append(measured.total_norm.item())
     return norms
 
 

@@ -1,9 +1,11 @@
 """Reduced lanes to the total norm, the clip coefficient and a flag, without leaving the device.
 
 Contract
-    Input: the buffer after the reduce, and lists of the lanes in it that make up a norm each.
+    Input: the buffer after the reduce, lists of the lanes in it that make up a norm each, and this
+    rank's header before the reduce.
     Output: for each list float32 [norm, coefficient, nonfinite], the last 1 if the norm is NaN or
-    infinite for an element's sake, else 0.
+    infinite for an element's sake, else 0. Where the header does not prove that all ranks asked for
+    the same and none failed: [NaN, 1, 0], so that nothing is scaled.
     Accumulator: digits are added in int32, exactly; the 56 leading bits or more make a pair.
     Error: the norm is within 0.5 + 2^-20 ulp of the lanes' exact one, subnormal ones too where
     the device keeps them. The coefficient is min(1, max_norm * (1 / (norm + 1e-6))), torch's
@@ -92,12 +94,40 @@ def reciprocal(x):
 
 
 @triton.jit
+def is_agreed(
+    header_ptr,
+    own_header_ptr,
+    index,
+    HEADER_NUMEL: tl.constexpr,
+    NUM_VOTES: tl.constexpr,
+    ERROR_VOTE: tl.constexpr,
+    NUM_ADDENDS: tl.constexpr,
+):
+    """Tell whether a reduced header is what ranks make of it that all brought this rank's own.
+
+    A sum of v and one of v^2 prove that all v are equal, or the maxima of v and -v do.
+    """
+    within = index < HEADER_NUMEL
+    header = tl.load(header_ptr + index, mask=within, other=0.0)
+    own = tl.load(own_header_ptr + index, mask=within, other=0.0)
+    votes = (index > 0) & (index <= NUM_VOTES)
+    expected = tl.where(votes, header, own * NUM_ADDENDS)
+    expected = tl.where(index == ERROR_VOTE, 0.0, expected)
+    return tl.max(tl.where(header != expected, 1.0, 0.0), axis=0) == 0.0
+
+
+@triton.jit
 def finish_kernel(
     buffer_ptr,
+    own_header_ptr,
     lists_ptr,
     results_ptr,
     max_norm,
     POWER: tl.constexpr,
+    HEADER_NUMEL: tl.constexpr,
+    NUM_VOTES: tl.constexpr,
+    ERROR_VOTE: tl.constexpr,
+    NUM_ADDENDS: tl.constexpr,
     NUM_DIGITS: tl.constexpr,
     DIGIT_BITS: tl.constexpr,
     NUM_LEADING: tl.constexpr,
@@ -107,11 +137,17 @@ def finish_kernel(
 
     Args:
         buffer_ptr: float32, reduced.
+        own_header_ptr: float32 [HEADER_NUMEL], as this rank brought it.
         lists_ptr: int64: for each program where its list begins and ends, counted from here; then
             the lists: where each lane begins in the buffer.
         results_ptr: float32 [number of programs, 3].
         max_norm: float32; negative to measure only, then the coefficient is 1.
         POWER: 2 or 1 for lanes under SUM, 0 for the maxima under MAX.
+        HEADER_NUMEL: At most BLOCK.
+        NUM_VOTES: Places of the header, from 1 on, where ranks may differ.
+        ERROR_VOTE: The one of these that is not 0 if a rank failed.
+        NUM_ADDENDS: Times that what all ranks brought is in what was reduced: the number of ranks
+            under SUM, 1 under MAX.
         NUM_DIGITS: Of a lane, at most BLOCK.
         DIGIT_BITS: w.
         NUM_LEADING: Digits that hold 56 bits below the leading one.
@@ -150,7 +186,11 @@ def finish_kernel(
     coefficient = reciprocal(norm + 1e-6) * max_norm
     coefficient = tl.where(coefficient > 1.0, 1.0, coefficient)
     coefficient = tl.where(max_norm < 0.0, 1.0, coefficient)
+    nonfinite = tl.where((num_nan != 0.0) | (num_inf > 0.0), 1.0, 0.0)
+    agreed = is_agreed(
+        buffer_ptr, own_header_ptr, index, HEADER_NUMEL, NUM_VOTES, ERROR_VOTE, NUM_ADDENDS
+    )
     result_ptr = results_ptr + 3 * program
-    tl.store(result_ptr, norm)
-    tl.store(result_ptr + 1, coefficient)
-    tl.store(result_ptr + 2, tl.where((num_nan != 0.0) | (num_inf > 0.0), 1.0, 0.0))
+    tl.store(result_ptr, tl.where(agreed, norm, float("nan")))
+    tl.store(result_ptr + 1, tl.where(agreed, coefficient, 1.0))
+    tl.store(result_ptr + 2, tl.where(agreed, nonfinite, 0.0))

@@ -39,6 +39,9 @@ class LaneFormat(NamedTuple):
         digit_bits: Bits of a digit, 10 to 23.
         nonfinite_vote: Where in the header it is voted that an element is NaN or infinite.
         huge_vote: Where it is voted that the norm may overflow.
+        error_vote: Where it is voted that a rank failed.
+        num_votes: All votes, from place 1 on; what else is in the header ranks must bring alike.
+        group_size: Ranks that reduce.
     """
 
     power: int
@@ -47,6 +50,9 @@ class LaneFormat(NamedTuple):
     digit_bits: int
     nonfinite_vote: int
     huge_vote: int
+    error_vote: int
+    num_votes: int
+    group_size: int
 
 
 class _Shape(NamedTuple):
@@ -212,6 +218,7 @@ class Launcher:
     def finish(
         self,
         reduced: torch.Tensor,
+        own_header: torch.Tensor,
         results: torch.Tensor,
         lanes: LaneTable,
         max_norm: float,
@@ -221,6 +228,8 @@ class Launcher:
 
         Args:
             reduced: float32 on the device: header and lanes.
+            own_header: float32 there: begins with what this rank brought in its header, its votes
+                aside.
             results: float32 [number of lists, 3].
             lanes: Says which lanes make up each norm.
             max_norm: Largest norm; infinite to measure only.
@@ -232,14 +241,19 @@ class Launcher:
         with self._current_device():
             finish_kernel[(lanes.num_norms,)](
                 reduced,
+                own_header,
                 lanes.lists,
                 results,
                 _MEASURE_ONLY if max_norm == math.inf else _as_float32(max_norm),
                 POWER=form.power,
+                HEADER_NUMEL=form.header_numel,
+                NUM_VOTES=form.num_votes,
+                ERROR_VOTE=form.error_vote,
+                NUM_ADDENDS=form.group_size if form.power else 1,
                 NUM_DIGITS=num_digits,
                 DIGIT_BITS=form.digit_bits,
                 NUM_LEADING=2 + -(-_LEADING_BITS // form.digit_bits),
-                BLOCK=_power_of_two_from(num_digits),
+                BLOCK=_power_of_two_from(max(num_digits, form.header_numel)),
             )
 
     def lane_table(

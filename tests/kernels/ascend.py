@@ -248,7 +248,7 @@ def launches() -> Iterator[tuple[str, Launch]]:
         buffer = torch.zeros(HEADER_NUMEL + form.lane_numel)
         launcher.encode(buffer, buffer.clone(), table, form)
         yield f"encode-p{power}", taken.pop()
-        launcher.finish(buffer, torch.zeros(1, 3), table, 1.0, form)
+        launcher.finish(buffer, buffer.clone(), torch.zeros(1, 3), table, 1.0, form)
         yield f"finish-p{power}", taken.pop()
 
 

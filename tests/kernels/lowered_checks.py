@@ -11,7 +11,10 @@ from hyper_parallel.kernels import triton as kernels
 from tests.kernels.host_inputs import any_bits, normal, subnormal
 from tests.kernels.triton_checks import (
     DTYPES,
+    ERROR_VOTE,
+    HEADER_NUMEL,
     SIZES,
+    agreed_header,
     amid,
     check_encode,
     check_finish,
@@ -54,6 +57,12 @@ def run_all() -> Iterator[str]:
                 finite = [[0.0, 0.0, *lane[2:]] for lane in incoming]
                 check_finish(kernels, finite, power, digit_bits, max_norm)
                 check_finish(kernels, finite[::2], power, digit_bits, max_norm)
+            for place in (0, ERROR_VOTE, HEADER_NUMEL - 1):
+                header = agreed_header(power, digit_bits)
+                header[place] += 1.0
+                check_finish(
+                    kernels, finite, power, digit_bits, 1.0, header=header, is_agreed=False
+                )
             yield f"finish-p{power}-w{digit_bits}"
     check_huge_votes(kernels)
     yield "encode-huge-votes"

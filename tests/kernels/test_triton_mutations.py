@@ -20,6 +20,10 @@ import torch
 from hyper_parallel.kernels import triton as original
 from tests.kernels.host_inputs import normal
 from tests.kernels.triton_checks import (
+    ERROR_VOTE,
+    HEADER_NUMEL,
+    NUM_VOTES,
+    agreed_header,
     amid,
     check_encode,
     check_finish,
@@ -95,6 +99,19 @@ def nan_in_a_lane(kernels: ModuleType) -> None:
     check_finish(kernels, [[1.0, *LANES[0][1:]]], 2, 17, 1.0)
 
 
+def dissent(kernels: ModuleType) -> None:
+    for place in (0, NUM_VOTES + 1, HEADER_NUMEL - 1):
+        header = agreed_header(2, 17)
+        header[place] -= 1.0
+        check_finish(kernels, LANES, 2, 17, 1.0, header=header, is_agreed=False)
+
+
+def failure(kernels: ModuleType) -> None:
+    header = agreed_header(2, 17)
+    header[ERROR_VOTE] = 1.0
+    check_finish(kernels, LANES, 2, 17, 1.0, header=header, is_agreed=False)
+
+
 def scaling(kernels: ModuleType) -> None:
     tensors = [amid(7.0, normal(n, torch.bfloat16, seed=n), 1) for n in (3, 4097)]
     check_scale(kernels, tensors, 0.3)
@@ -102,7 +119,7 @@ def scaling(kernels: ModuleType) -> None:
 
 CHECKS: list[Callable[[ModuleType], None]] = [
     tails, nan_in_a_tensor, inf_in_a_tensor, huge_and_tiny, spike, mixed_dtypes, lanes, votes,
-    check_huge_votes, norm, subnormal_norm, measured_only, nan_in_a_lane, scaling,
+    check_huge_votes, norm, subnormal_norm, measured_only, nan_in_a_lane, dissent, failure, scaling,
 ]  # fmt: skip
 
 MUTATIONS = {
@@ -167,6 +184,20 @@ MUTATIONS = {
     "NaN count ignored": (
         "finish", 'num_nan != 0.0, float("nan"), norm', "num_nan != 0.0, norm, norm",
         nan_in_a_lane),
+    "header's last place not compared": (
+        "finish", "within = index < HEADER_NUMEL", "within = index < HEADER_NUMEL - 1", dissent),
+    "header's first place not compared": (
+        "finish", "votes = (index > 0)", "votes = (index >= 0)", dissent),
+    "a place taken for a vote": (
+        "finish", "(index <= NUM_VOTES)", "(index <= NUM_VOTES + 1)", dissent),
+    "votes compared": (
+        "finish", "(index <= NUM_VOTES)", "(index < NUM_VOTES)", norm),
+    "ranks not counted": (
+        "finish", "own * NUM_ADDENDS", "own", norm),
+    "failure not read": (
+        "finish", "tl.where(index == ERROR_VOTE, 0.0, expected)", "expected", failure),
+    "scaled in spite of dissent": (
+        "finish", "tl.where(agreed, coefficient, 1.0)", "coefficient", dissent),
     "scale one too long": (
         "scale", "element < numel - start", "element <= numel - start", scaling),
     "rounded before multiplying": (

@@ -16,7 +16,11 @@ from hyper_parallel.kernels import triton as kernels
 from tests.kernels.host_inputs import any_bits, at_offset, normal, subnormal
 from tests.kernels.triton_checks import (
     DTYPES,
+    ERROR_VOTE,
+    HEADER_NUMEL,
+    NUM_VOTES,
     SIZES,
+    agreed_header,
     amid,
     check_encode,
     check_finish,
@@ -202,6 +206,21 @@ def test_finish_of_balanced_digits(power):
     """Digits of devices may be negative, and the leading one may count for half."""
     lane = lane_of_digits(17, {64: 1.0, 63: -(2.0**16) - 255.0, 62: -(2.0**16)})
     check_finish(kernels, [lane, lane, host_lane(3.0, 17)], power, 17, 1.0)
+
+
+@pytest.mark.parametrize("power", [2, 1, 0])
+def test_finish_without_proof_of_agreement_leaves_gradients_alone(power):
+    lanes = [host_lane(2.0, 17) if power else [0.0, 0.0, 2.0, *[0.0] * 122]]
+    for place in range(HEADER_NUMEL):
+        for value in (0.0, 1e9, math.nan):
+            header = agreed_header(power, 17)
+            header[place] = value
+            is_vote = 0 < place <= NUM_VOTES and place != ERROR_VOTE and not math.isnan(value)
+            is_agreed = is_vote or (place == ERROR_VOTE and value == 0.0)
+            for max_norm in (1.0, math.inf):
+                check_finish(
+                    kernels, lanes, power, 17, max_norm, header=header, is_agreed=is_agreed
+                )
 
 
 def test_finish_of_maxima():

@@ -17,7 +17,9 @@ from hyper_parallel.platform.torch.wire_format import PartialNorm, WireFormat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEADER_NUMEL = 23
-NONFINITE_VOTE, HUGE_VOTE = 3, 4
+ERROR_VOTE, NONFINITE_VOTE, HUGE_VOTE = 1, 3, 4
+NUM_VOTES = 7
+OWN_HEADER = [1.0, *[0.0] * NUM_VOTES, *(float(1 + i) for i in range(HEADER_NUMEL - 1 - NUM_VOTES))]
 HUGE = 2.0**75
 
 # Around a block of 4096, and of a segment where 3 programs share the work.
@@ -64,6 +66,9 @@ def lane_format(kernels: ModuleType, power: int, digit_bits: int):
         digit_bits=digit_bits,
         nonfinite_vote=NONFINITE_VOTE,
         huge_vote=HUGE_VOTE,
+        error_vote=ERROR_VOTE,
+        num_votes=NUM_VOTES,
+        group_size=1 << (24 - digit_bits),
     )
 
 
@@ -177,14 +182,27 @@ def check_finish(
     digit_bits: int,
     max_norm: float,
     device: str = "cpu",
+    header: Sequence[float] | None = None,
+    *,
+    is_agreed: bool = True,
 ) -> None:
     """Add up every second lane of a buffer, as a rank does that is in some rank sets only.
 
     And each of these alone, in the same launch.
+
+    Args:
+        kernels: The kernels.
+        lanes: Those.
+        power: Of the norm.
+        digit_bits: Of the lanes.
+        max_norm: To clip to.
+        device: Where.
+        header: Reduced; by default as if all ranks had brought `OWN_HEADER`.
+        is_agreed: Whether that should pass for agreement.
     """
     form = lane_format(kernels, power, digit_bits)
     foreign = [3.0] * form.lane_numel
-    floats = [7.0] * HEADER_NUMEL
+    floats = [*(header or agreed_header(power, digit_bits))]
     starts = []
     for lane in lanes:
         starts.append(len(floats))
@@ -193,10 +211,21 @@ def check_finish(
     lists = [starts, *([start] for start in starts)]
     results = torch.full((len(lists), 3), -1.0, device=device)
     table = kernels.LaneTable([], lists, buffer.device)
-    kernels.Launcher([], [], buffer.device).finish(buffer, results, table, max_norm, form)
+    own = torch.tensor([*OWN_HEADER, 5.0], device=device)
+    kernels.Launcher([], [], buffer.device).finish(buffer, own, results, table, max_norm, form)
     for group, result in zip([lanes, *([lane] for lane in lanes)], results.tolist(), strict=True):
         expected = reference.finish(group, power, digit_bits, max_norm)
+        if not is_agreed:
+            expected = (math.nan, 1.0, 0.0)
         assert repr(result) == repr([*expected])  # repr: NaN equals NaN
+
+
+def agreed_header(power: int, digit_bits: int) -> list[float]:
+    """Return what the reduce makes of `OWN_HEADER`, with a vote or two."""
+    num_addends = 1 << (24 - digit_bits) if power else 1
+    header = [num_addends * value for value in OWN_HEADER]
+    header[NONFINITE_VOTE], header[NUM_VOTES] = 1.0, 2.0
+    return header
 
 
 def check_scale(kernels: ModuleType, tensors: Sequence[torch.Tensor], coefficient: float) -> None:

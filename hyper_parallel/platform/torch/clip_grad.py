@@ -21,6 +21,7 @@ from .declarations import Declarations, Groups
 from .deferred_scaling import Scaling
 from .failure import (
     LocalFailure,
+    raise_frozen_elsewhere,
     raise_if_any_overflows,
     raise_mismatch,
     raise_nonfinite,
@@ -354,6 +355,8 @@ def _settle(
 
     Every branch hangs on votes and request, which are the same on all ranks.
     """
+    if votes is not None and votes.frozen and group is not None:
+        raise_frozen_elsewhere(group, str(local.request), failure.error)
     if votes is None and group is not None:
         raise_mismatch(group, str(local.request), failure.error)
     if votes is None or votes.error or (group is None and failure.error):

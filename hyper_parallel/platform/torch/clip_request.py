@@ -96,6 +96,11 @@ class ClipRequest:
         flags = (self.error_if_nonfinite, self.reproducible, self.skip_nonfinite)
         return fingerprint(self.max_norm, self.norm_type, *map(float, flags))
 
+    @property
+    def frozen_stamp(self) -> int:
+        """The like of a clip that the host does not wait for; never `stamp`, whatever is asked."""
+        return fingerprint(self.max_norm, self.norm_type)
+
 
 NOTHING_ASKED = ClipRequest(math.inf, 2.0, error_if_nonfinite=False)
 """Stands in on a rank that failed before it knew what it was asked for."""

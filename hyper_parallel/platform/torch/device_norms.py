@@ -68,6 +68,9 @@ def lane_format(wire: WireFormat) -> kernels.LaneFormat | None:
         digit_bits=wire.digit_bits,
         nonfinite_vote=VOTE_PLACES["nonfinite"],
         huge_vote=VOTE_PLACES["huge"],
+        error_vote=VOTE_PLACES["error"],
+        num_votes=len(VOTE_PLACES),
+        group_size=wire.group_size,
     )
 
 

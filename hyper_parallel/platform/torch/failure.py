@@ -28,6 +28,7 @@ __all__ = [
     "LocalFailure",
     "collectives_of",
     "join_some",
+    "raise_frozen_elsewhere",
     "raise_if_any_failed",
     "raise_if_any_overflows",
     "raise_mismatch",
@@ -144,6 +145,24 @@ def raise_mismatch(group: ReductionGroup, asked: str, error: Exception | None) -
     raise ValueError(
         "all ranks of the group must ask for the same clip; no gradient was changed on any rank. "
         + wishes
+    ) from error
+
+
+def raise_frozen_elsewhere(group: ReductionGroup, asked: str, error: Exception | None) -> NoReturn:
+    """Raise on every rank whose host takes part: some rank's does not, and joins no gather.
+
+    Args:
+        group: Of whose ranks none is asked.
+        asked: What this rank was asked for, in words.
+        error: What failed on this rank, if anything.
+    """
+    why = f"; here {_summary(error)}" if error is not None else ""
+    raise ValueError(
+        f"rank {group.rank}: all ranks of the group must ask for the same clip; no gradient was "
+        f"changed on any rank. This rank: {asked}, through the host{why}. Other ranks: a clip that "
+        "NormReducer(model) runs without the host, whose norm is NaN now. Pass norm_type, "
+        "error_if_nonfinite, foreach, optimizer and skip_nonfinite to clip_, and reproducible to "
+        "NormReducer, alike on all ranks"
     ) from error
 
 

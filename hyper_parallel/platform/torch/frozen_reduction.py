@@ -1,8 +1,9 @@
 """The clip of a model that lies on its devices, without a copy up or down and without waiting.
 
 Measure, encode, reduce, finish and scale are queued on the device's stream, and the host goes on.
-That takes a layout on which nothing is asked any more: no votes are read. What a rank meets that
-was not agreed on cannot be told to the others; it poisons their norm with NaN and raises.
+That takes a layout on which nothing is asked any more. Of the header only the device reads: whether
+all ranks asked for the same clip, and whether one failed. Then nobody can be told; the norm becomes
+NaN, gradients are left alone, and the rank that failed raises.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from .lanes import UNSHARDED
 from .wire_format import Votes, WireFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from .declarations import Declarations
-    from .lanes import LaneKey
+    from .lanes import LaneKey, Layout, RankSet
     from .parameter_list import ParameterList
     from .reduction_groups import ReductionGroup
 
@@ -39,6 +40,7 @@ __all__ = ["NORM_TYPES", "FrozenReduction"]
 
 NORM_TYPES = (2.0, 1.0, math.inf)
 _MOST_LANES_READ = 64  # by kernels.triton.finish
+_IN_ORDER, _FAILED = Votes(frozen=True), Votes(frozen=True, error=True)
 
 
 class FrozenReduction:
@@ -56,8 +58,9 @@ class FrozenReduction:
             raise RuntimeError("the layout must have been agreed on before it is frozen")
         self._group = group
         self._layout = group.layout
-        self._templates: dict[float, torch.Tensor] = {}
-        self._known_lists: dict[float, tuple[list[list[int]], list[tuple[int, ...]]]] = {}
+        self._own_rank_sets = group.layout.own_rank_sets
+        self._known = frozenset((*group.layout.lane_of, UNSHARDED))
+        self._frames: dict[float, _Frame] = {}
         self._idle = kernels.Launcher([], [], group.device)  # of a clip without gradients
 
     @classmethod
@@ -79,7 +82,7 @@ class FrozenReduction:
             declared == NOTHING_DECLARED
             and group.layout is not None
             and len(group.layout.own_rank_sets) < _MOST_LANES_READ
-            and len(foretold) <= kernels.MAX_ROWS_PER_LANE // 2
+            and len(foretold) <= kernels.MAX_TENSORS_PER_LANE
             and not foretold.pending
             and all(
                 tensor.numel() == 0 or (tensor.device == group.device and is_launchable(tensor))
@@ -104,15 +107,18 @@ class FrozenReduction:
             asked: The request, checked; nothing that has to be known on the host.
 
         Returns:
-            Norms and coefficient on the device; `nonfinite` is empty and `replica_spread` 0.
+            Norms and coefficient on the device; `nonfinite` is empty and `replica_spread` 0. Where
+            ranks asked for different clips, or one failed, all norms are NaN and the coefficient is
+            1: gradients are as they were.
 
         Ranks: all of the group.
-        Sync: none, but before it raises. A copy up, not waited for, where gradients lie elsewhere
-        than the last time.
+        Sync: none, but before it raises. Copies up, not waited for: two of tables where gradients
+        lie elsewhere than the last time, one the first time of a norm type and when the group's
+        layout has grown.
 
         Raises:
             Exception: On this rank alone, what was unexpected about its gradients. The norm of the
-                others is NaN.
+                others is NaN, and no gradient changed.
         """
         with Stopwatch() as stopwatch:
             return self._take_steps(list_parameters, norm_type, asked, stopwatch)
@@ -150,21 +156,24 @@ class FrozenReduction:
     ) -> ClipResult:
         """Queue everything on the device's stream."""
         group, norms = self._group, None
+        self._follow_layout()
+        num_reduced = len(self._layout.lane_of)
         if failure.error is None:
             with failure:
                 if shards:
                     keys = [reach.rank_set for reach in shards.reaches]
                     norms = DeviceNorms(shards.tensors, keys, wire.norm_type)
-                buffer, table, copies = self._encode(norms, wire)
+                frame, copies = self._frame_of(wire, request.frozen_stamp)
+                buffer, table, others = self._encode(norms, frame)
         stopwatch.lap("measure")
 
         module = torch.get_device_module(group.device)
         with collectives_of(group), module.device(group.device):
             if failure.error is not None:
-                buffer = self._packed(wire, value=1.0)
+                buffer = _packed(wire, _FAILED, request.frozen_stamp, num_reduced, group.device)
             op = dist.ReduceOp.SUM if wire.op == "sum" else dist.ReduceOp.MAX
-            num_reduced = wire.header_numel + len(self._layout.lane_of) * wire.lane_numel
-            dist.all_reduce(buffer[:num_reduced], op=op, group=group.group)
+            numel = wire.header_numel + num_reduced * wire.lane_numel
+            dist.all_reduce(buffer[:numel], op=op, group=group.group)
             if failure.error is not None:
                 module.synchronize()  # the others get their NaN, whatever becomes of this rank
         stopwatch.lap("reduce")
@@ -172,10 +181,8 @@ class FrozenReduction:
             raise failure.error
 
         results = torch.empty(table.num_norms, 3, dtype=torch.float32, device=group.device)
-        form = lane_format(wire)
-        assert form is not None  # noqa: S101 - `agreed` and `takes` have asked
         launcher = norms.launcher if norms else self._idle
-        launcher.finish(buffer, results, table, request.max_norm, form)
+        launcher.finish(buffer, frame.template, results, table, request.max_norm, frame.form)
         stopwatch.lap("finish")
         if norms and request.changes_gradients:
             launcher.scale_(shards.tensors, results[0, 1:2])
@@ -186,77 +193,127 @@ class FrozenReduction:
             total_norm=total,
             clip_coef=results[0, 1],
             local_norm=local,
-            norms_by_rank_set=dict(zip(self._lists(wire)[1], by_rank_set, strict=True)),
-            copies=copies + Copies(collectives=1),
+            norms_by_rank_set=dict(zip(frame.rank_sets, by_rank_set, strict=True)),
+            copies=copies + others + Copies(collectives=1),
             timings=stopwatch.laps,
         )
 
     def _validate(self, shards: GradShards, parameters: ParameterList) -> None:
-        known = {*self._layout.lane_of, UNSHARDED}
         strangers = [
             parameters.describe(shards.positions[i])
             for i, (tensor, reach) in enumerate(zip(shards.tensors, shards.reaches, strict=True))
             if reach.pending
-            or reach.rank_set not in known
+            or reach.rank_set not in self._known
             or tensor.device != self._group.device
             or not is_launchable(tensor)
         ]
-        if strangers or len(shards) > kernels.MAX_ROWS_PER_LANE // 2:
+        if strangers or len(shards) > kernels.MAX_TENSORS_PER_LANE:
             raise RuntimeError(
                 f"rank {self._group.rank}: the gradients of {join_some(strangers)} are not what "
                 "NormReducer(model) agreed on with the other ranks: dense float32, bfloat16 or "
                 f"float16 on {self._group.device}, sharded as the parameters are; the other ranks' "
-                "norm is NaN now. Make a new NormReducer(model) on all ranks, or one without a "
-                "model, which asks the others in every clip"
+                "norm is NaN now, and no gradient was changed. Make a new NormReducer(model) on "
+                "all ranks, or one without a model, which asks the others in every clip"
             )
 
     def _encode(
-        self, norms: DeviceNorms | None, wire: WireFormat
+        self, norms: DeviceNorms | None, frame: _Frame
     ) -> tuple[torch.Tensor, kernels.LaneTable, Copies]:
         """Return the buffer to reduce, the table to finish it by, and what they cost."""
-        num_templates = len(self._templates)
-        template = self._template(wire)
-        copies = Copies(h2d=len(self._templates) - num_templates)
-        lists, _ = self._lists(wire)
         if norms is None:
-            table = kernels.LaneTable([], lists, self._group.device)
-            return template.clone(), table, copies + Copies(h2d=1)
-        keys: list[LaneKey] = [*self._layout.lane_of, UNSHARDED]
-        table = norms.lane_table(keys, lists, with_all=True)
+            table = kernels.LaneTable([], frame.lists, self._group.device)
+            return frame.template.clone(), table, Copies(h2d=1)
+        table = norms.lane_table(frame.keys, frame.lists, with_all=True)
+        buffer = torch.empty_like(frame.template)
+        norms.launcher.encode(frame.template, buffer, table, frame.form)
+        return buffer, table, norms.copies
+
+    def _frame_of(self, wire: WireFormat, stamp: int) -> tuple[_Frame, Copies]:
+        """Return the frame of a norm type, with this stamp in its header, and what it cost.
+
+        It follows the layout of the group, which other clips may have let grow, so that a rank
+        whose clip is not frozen reduces a buffer of the same size.
+        """
+        frame = self._frames.get(wire.norm_type)
+        if frame is not None and frame.layout is self._layout:
+            frame.sign(wire, stamp)
+            return frame, Copies()
+        self._frames[wire.norm_type] = frame = _Frame(
+            wire, stamp, self._layout, self._own_rank_sets, self._group.device
+        )
+        return frame, Copies(h2d=1)
+
+    def _follow_layout(self) -> None:
+        """Take the group's layout if it has grown; alike on all ranks, as that was."""
+        layout = self._group.layout
+        if (
+            layout is not None
+            and layout is not self._layout
+            and layout.lane_of.keys() >= self._layout.lane_of.keys()
+        ):
+            self._layout = layout
+
+
+class _Frame:
+    """What the clips of a norm type over a layout have in common.
+
+    Args:
+        wire: The format.
+        stamp: What all ranks must have asked for alike.
+        layout: The lanes.
+        own_rank_sets: Of those, the rank sets that make up the norm of this rank.
+        device: Where the template goes, by a copy that is not waited for.
+
+    Attributes:
+        layout: As passed.
+        form: The format as the kernels know it.
+        template: A buffer to which this rank has contributed nothing but its header, on the device.
+        keys: Of the lanes behind the header: the reduced ones, then that of what is held whole.
+        lists: Where the lanes of each norm begin: total, all own shards, each rank set's.
+        rank_sets: Those of the latter.
+    """
+
+    def __init__(
+        self,
+        wire: WireFormat,
+        stamp: int,
+        layout: Layout,
+        own_rank_sets: Sequence[RankSet],
+        device: torch.device,
+    ) -> None:
         form = lane_format(wire)
-        assert form is not None  # noqa: S101
-        buffer = torch.empty_like(template)
-        norms.launcher.encode(template, buffer, table, form)
-        return buffer, table, copies + norms.copies
-
-    def _template(self, wire: WireFormat) -> torch.Tensor:
-        """Return a buffer to which no rank has contributed, on the device."""
-        if wire.norm_type not in self._templates:
-            self._templates[wire.norm_type] = self._packed(wire, value=0.0)
-        return self._templates[wire.norm_type]
-
-    def _packed(self, wire: WireFormat, *, value: float) -> torch.Tensor:
-        """Return a buffer on the device with this NaN count in every lane."""
-        lanes = [None] * (len(self._layout.lane_of) + 2)
-        packed: array[float] = wire.pack(Votes(), 0, lanes, 0)
-        on_host = torch.frombuffer(packed, dtype=torch.float32)
-        on_host[wire.header_numel :: wire.lane_numel] = value
-        return on_host.pin_memory().to(self._group.device, non_blocking=True)
-
-    def _lists(self, wire: WireFormat) -> tuple[list[list[int]], list[tuple[int, ...]]]:
-        """Return where the lanes of each norm begin: total, own, each rank set's; and those."""
-        if wire.norm_type not in self._known_lists:
-            self._known_lists[wire.norm_type] = self._lay_out_lists(wire)
-        return self._known_lists[wire.norm_type]
-
-    def _lay_out_lists(self, wire: WireFormat) -> tuple[list[list[int]], list[tuple[int, ...]]]:
-        num_reduced = len(self._layout.lane_of)
+        assert form is not None  # noqa: S101 - `agreed` has asked
+        self.layout = layout
+        self.form = form
+        self.keys: list[LaneKey] = [*layout.lane_of, UNSHARDED]
+        num_reduced = len(layout.lane_of)
         starts = [wire.header_numel + lane * wire.lane_numel for lane in range(num_reduced + 2)]
-        rank_sets = list(self._layout.own_rank_sets)
-        own = [starts[self._layout.lane_of[rank_set]] for rank_set in rank_sets]
+        own = [starts[layout.lane_of[rank_set]] for rank_set in own_rank_sets]
         unsharded, everything = starts[num_reduced:]
-        lists = [[*own, unsharded], [everything], *([start] for start in own), [unsharded]]
-        return lists, [*rank_sets, UNSHARDED]
+        self.lists = [[*own, unsharded], [everything], *([start] for start in own), [unsharded]]
+        self.rank_sets = [*own_rank_sets, UNSHARDED]
+        self.template = _packed(wire, _IN_ORDER, stamp, num_reduced + 2, device)
+        self._stamp = stamp
+        self._header: list[float | None] = [*wire.pack_header(_IN_ORDER, stamp)]
+
+    def sign(self, wire: WireFormat, stamp: int) -> None:
+        """Change what is new in the header; numbers are arguments of the kernels."""
+        if stamp == self._stamp:
+            return
+        for i, value in enumerate(wire.pack_header(_IN_ORDER, stamp)):
+            if self._header[i] != value:
+                self._header[i] = None  # unknown, if this fails
+                self.template[i].fill_(value)
+                self._header[i] = value
+        self._stamp = stamp
+
+
+def _packed(
+    wire: WireFormat, votes: Votes, stamp: int, num_lanes: int, device: torch.device
+) -> torch.Tensor:
+    """Return a buffer of idle lanes on the device."""
+    packed: array[float] = wire.pack(votes, stamp, [None] * num_lanes)
+    return torch.frombuffer(packed, dtype=torch.float32).pin_memory().to(device, non_blocking=True)
 
 
 def _local_of(tensor: torch.Tensor) -> torch.Tensor:

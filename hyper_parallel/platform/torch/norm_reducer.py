@@ -74,7 +74,8 @@ class ReducedLanes:
     """What a rank reads after the reduce.
 
     Attributes:
-        votes: The group's, or None if some rank asked for another clip than this one.
+        votes: The group's, or None if some rank asked for another clip than this one. If `frozen`,
+            some rank did that joins no further collective.
         totals: One per rank set of the group's layout that contains this rank, or one of its pp
             group's.
         spread: How far the lanes of replicas are apart.
@@ -139,7 +140,7 @@ def reduce_lanes(
         layout = group.layout or _extend_layout(group, brought.statement)
         reduced = _reduce_once(group, layout, brought, wire, stamp)
         # Every branch here hangs on the header, which is the same on all ranks.
-        if reduced.votes is None or reduced.votes.error:
+        if reduced.votes is None or reduced.votes.error or reduced.votes.frozen:
             return reduced
         if reduced.votes.new_rank_set:
             layout = _extend_layout(group, brought.statement)
@@ -189,7 +190,7 @@ def _reduce_once(
     if resident and encoded:
         resident.arrive(buffer[numel:])
     header = wire.decode_header(buffer[: wire.header_numel].tolist(), stamp, call_kind or 0)
-    if header is None or header.error or header.new_rank_set:
+    if header is None or header.error or header.new_rank_set or header.frozen:
         # No lane is read: they are of different formats, or not all there, and then another
         # reduce follows, or an error.
         return ReducedLanes(header, totals={})

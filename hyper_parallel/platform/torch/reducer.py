@@ -41,10 +41,13 @@ class NormReducer:
             what every clip costs, and errors name its parameters. If the model lies on the group's
             devices on all ranks, and there are kernels for these, clips of p = 2, 1 or inf that do
             not ask for an error then run without the host: nothing is copied up or down or waited
-            for, and norms and coefficient stay on the device. A rank whose gradients are not as
-            agreed raises alone, and the others' norm is NaN; that all ranks ask for the same clip
-            is not checked. Not with pp_group, declared tensors, reproducible=True or one rank:
-            these take the way of every other clip, with its result. `explain()` says which it is.
+            for, and norms and coefficient stay on the device. A rank that fails, or whose gradients
+            are not as agreed, raises alone. The others cannot be told: their norms are NaN, the
+            coefficient is 1 and gradients are as they were. So it is on all ranks that ask for
+            different max_norm or norm_type; if some ask for what needs the host, these raise
+            ValueError. Failures after the reduce are told to nobody. Not with pp_group, declared
+            tensors, reproducible=True or one rank: these take the way of every other
+            clip, with its result. `explain()` says which it is.
         group: Ranks to reduce over; the default group if None.
         pp_group: See `clip_grad_norm_`.
         sharded_over: See there; tensors of the model, of which a clip may list some.

@@ -149,6 +149,7 @@ class Votes:
     huge: bool = False
     float64_gradient: bool = False
     partial_gradient: bool = False
+    frozen: bool = False  # and this rank starts no other collective, whatever the votes
 
 
 _NUM_VOTES = len(fields(Votes))
@@ -290,6 +291,9 @@ class WireFormat:
     ) -> Votes | None:
         """Return the group's votes, or None if some rank's stamp or norm type differs from ours.
 
+        For the host, which reads headers of clips that are not frozen: with a rank of a frozen one
+        among them the stamps differ, and only the vote `frozen` is of use.
+
         A sum alone does not prove that all values are equal; sums of v and v^2 do (Cauchy and
         Schwarz), and so do the maxima of v and -v. The leading one is `group_size` only if every
         addition was one, and 1 only if none was: it tells a mixture of SUM and MAX. All ranks
@@ -301,10 +305,12 @@ class WireFormat:
             for piece in [1 + call_kind, *self._pieces(stamp)]
         ]
         start = 1 + _NUM_VOTES
+        votes = Votes(*(vote > 0 for vote in header[1:start]))
+        if votes.frozen:
+            return votes
         read = [list(header[i : i + 2]) for i in range(start, len(header), 2)]
         if header[0] != count or read[1:] != proofs[1:]:
             return None
-        votes = Votes(*(vote > 0 for vote in header[1:start]))
         return votes if read[0] == proofs[0] else replace(votes, new_rank_set=True)
 
     def _pieces(self, stamp: int) -> list[int]:

@@ -202,7 +202,18 @@ def poison(rank: int) -> tuple[float, str]:
         with pytest.raises(RuntimeError, match=r"weight0.*NaN now") as caught:
             reducer.clip_(model.parameters(), 1.0)
         return math.nan, str(caught.value)
-    return reducer.clip_(model.parameters(), 1.0).total_norm.item(), ""
+    return clip_in_vain(reducer, model, 1.0), ""
+
+
+def clip_in_vain(reducer: hp.NormReducer, model: Model, max_norm: float) -> float:
+    """Clip where another rank fails: what all norms are then."""
+    before = local_grads(model)
+    result = reducer.clip_(model.parameters(), max_norm)
+    assert result.clip_coef.item() == 1.0
+    norms = [result.total_norm, result.local_norm, *result.norms_by_rank_set.values()]
+    assert all(norm.isnan() for norm in norms)
+    assert all(map(torch.equal, local_grads(model), before))
+    return result.total_norm.item()
 
 
 def test_what_was_not_agreed_on_makes_the_norm_nan_and_raises_where_it_is():
@@ -224,7 +235,7 @@ def break_down(rank: int, method: str) -> tuple[object, float]:
             assert all(map(torch.equal, local_grads(model), before))
             first = math.nan
         else:
-            first = reducer.clip_(model.parameters(), 0.5).total_norm.item()
+            first = clip_in_vain(reducer, model, 0.5)
     model = Model()
     return first, reducer.clip_(model.parameters(), 0.5).total_norm.item()
 
@@ -246,11 +257,25 @@ def bad_request(rank: int) -> float:
         with pytest.raises(ValueError, match="max_norm"):
             reducer.clip_(model.parameters(), -1.0)
         return math.nan
-    return reducer.clip_(model.parameters(), 1.0).total_norm.item()
+    return clip_in_vain(reducer, model, 1.0)
 
 
 def test_a_request_that_one_rank_cannot_make_leaves_nobody_waiting():
     assert all(map(math.isnan, run_ranks(bad_request, 4, backend=HOST_AND_NPU, timeout_s=60)))
+
+
+def genuine_nan(rank: int) -> float:
+    model = Model()
+    if rank == 3:
+        local_grad(model.weight0)[0] = math.nan
+    result = hp.NormReducer(model).clip_(model.parameters(), 1.0)
+    assert result.clip_coef.isnan()
+    assert all(grad.isnan().all() for grad in local_grads(model))
+    return result.total_norm.item()
+
+
+def test_gradient_that_is_nan_makes_all_nan_as_in_torch():
+    assert all(map(math.isnan, run_ranks(genuine_nan, 4, backend=HOST_AND_NPU, timeout_s=60)))
 
 
 def ask(rank: int) -> None:

@@ -47,7 +47,7 @@ def test_reducer_explains_its_lanes(backend):
     assert f"reduced on {'npu:0' if backend == 'hccl' else 'cpu'}" in table
     assert "pp_group: ranks 0, 4" in table
     # 12 lanes: 4 of HSDP, 4 of pp groups, 4 of experts.
-    assert "buffer:   4,980 bytes: 12 x 102 floats for the lanes, 21 for the header" in table
+    assert "buffer:   4,984 bytes: 12 x 102 floats for the lanes, 22 for the header" in table
     assert row_of(table, "0-1")[1:] == ["3", "48", "sharded; replicas on 2-3"]
     assert row_of(table, "0, 2")[1:] == ["1", "24", "declared as sharded (sharded_over)"]
     assert row_of(table, "0, 4")[1:3] == ["2", "48"]

@@ -142,13 +142,18 @@ def test_every_rank_sees_that_another_asked_for_something_else(asked, rng):
     size = len(asked)
     wires = [WireFormat(size, norm_type) for norm_type, _ in asked]
     stamps = [fingerprint(norm_type, float(max_norm)) for norm_type, max_norm in asked]
-    packed = [as_tensor(w.pack(Votes(), s, [])) for w, s in zip(wires, stamps, strict=True)]
+    frozen = rng.choice([None, rng.randrange(size)])
+    packed = [
+        as_tensor(wires[i].pack(Votes(frozen=i == frozen), stamps[i], [])) for i in range(size)
+    ]
     order = rng.sample(range(size), size)
     reduced = packed[order[0]]
     for i in order[1:]:
         reduced = reduced + packed[i] if wires[i].op == "sum" else torch.maximum(reduced, packed[i])
     answers = [w.decode_header(reduced.tolist(), s) for w, s in zip(wires, stamps, strict=True)]
-    if len(set(asked)) == 1:
+    if frozen is not None:
+        assert answers == [Votes(frozen=True)] * size
+    elif len(set(asked)) == 1:
         assert answers == [Votes()] * size
     else:
         assert answers == [None] * size

@@ -15,6 +15,7 @@ import torch
 
 from .chunks import DEVICE_CHUNK_NUMEL
 from .clip_result import Copies
+from .grad_shards import WIDE_DTYPES
 from .meeting import AgreementError
 from .partial_norms import measure
 from .torch_private import reduce_scatter_sum
@@ -116,7 +117,7 @@ def _describe(shard: GradShard, layout: Layout) -> _Pending:
         total_lane=_lane_of(shard.rank_set, layout),
         numel=shard.local.numel(),
         is_average=int(shard.pending.op == "avg"),
-        wide=int(shard.local.dtype in (torch.float64, torch.complex128)),
+        wide=int(shard.local.dtype in WIDE_DTYPES),
         is_complex=int(shard.local.is_complex()),
     )
 

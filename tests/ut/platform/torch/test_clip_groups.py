@@ -16,7 +16,7 @@ from hyper_parallel.platform.torch.clip_result import Copies
 from hyper_parallel.platform.torch.staging_buffer import StagingBuffer
 from tests.clipping import error_of
 from tests.ranks import HOST_AND_NPU, run_ranks
-from tests.sharding import both, dense, expert, mesh_of, parameter
+from tests.sharding import both, dense, expert, groupless_mesh, mesh_of, parameter
 
 
 @both
@@ -219,6 +219,20 @@ def test_reduction_group_of_a_mesh_over_all_ranks_is_the_default_group():
         return reduction_group(mesh_of("gloo", (2, 2))) is dist.group.WORLD
 
     assert run_ranks(rank_main, 4) == [True] * 4
+
+
+def test_reduction_group_of_a_mesh_without_this_rank_is_an_error_on_all():
+    """It was torch's marker for a group that one is not in, which fails later and elsewhere."""
+
+    def rank_main(rank):
+        mesh = groupless_mesh("cpu", (2,), range(2, 4))
+        with pytest.raises(ValueError, match="not part of the mesh") as raised:
+            reduction_group(None if rank == 0 else mesh)
+        return str(raised.value)
+
+    messages = run_ranks(rank_main, 4)
+    assert len(set(messages)) == 1
+    assert "rank(s) 1 are not part" in messages[0]
 
 
 def test_reduction_group_needs_torch_distributed():

@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from machine import describe_machine
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -111,11 +111,8 @@ def main() -> None:
             f"sampled {row.sampled_bytes_read:,} bytes"
         )
     conditions = {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "load_average": os.getloadavg()[0],
+        **describe_machine(),
         "threads": options.threads,
-        "torch": torch.__version__,
         "numel": step.numel,
         "dtype": "float32",
         "rounds": options.rounds,

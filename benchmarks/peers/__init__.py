@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .adapter import Adapter, NotInThisVersionError
+from .adapter import Adapter
 from .early_norm import HyperParallelEarlyNorm, HyperParallelNoHostPass
 from .hugging_face import Accelerate, Axolotl, Transformers
 from .nemo_automodel_peer import NemoAutomodel
@@ -11,7 +11,7 @@ from .scalar_hop import ScalarHop
 from .torch_clip import Fsdp1, Torch
 from .torchtitan_peer import Torchtitan
 
-__all__ = ["METHODS", "Adapter", "NotInThisVersionError"]
+__all__ = ["METHODS", "Adapter"]
 
 _ADAPTERS: tuple[type[Adapter], ...] = (
     HyperParallel,

@@ -11,11 +11,7 @@ import torch
 if TYPE_CHECKING:
     from clip_layouts import Case
 
-__all__ = ["Adapter", "NotInThisVersionError"]
-
-
-class NotInThisVersionError(RuntimeError):
-    """What was asked for is not in the version at hand."""
+__all__ = ["Adapter"]
 
 
 class Adapter:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hyper_parallel
 
-from .adapter import Adapter, NotInThisVersionError
+from .adapter import Adapter
 from .ours import ClipForOptimizer
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ class HyperParallelEarlyNorm(Adapter):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        if not hasattr(hyper_parallel, "NormBeforeOffload"):
-            raise NotInThisVersionError("not in this version: NormBeforeOffload")
         others = {p.placements for p in case.layout.parameters} - set(_FSDP_PLACEMENTS)
         if others:
             raise NotImplementedError(

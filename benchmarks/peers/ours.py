@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ import torch
 import hyper_parallel
 from hyper_parallel.platform.torch import clip_grad
 
-from .adapter import Adapter, NotInThisVersionError
+from .adapter import Adapter
 
 if TYPE_CHECKING:
     from clip_layouts import Case
@@ -76,15 +75,14 @@ class ClipForOptimizer:
     """`clip_grad_norm_(optimizer=)`, and the step that scales; its learning rate is 0."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], max_norm: float) -> None:
-        if "optimizer" not in inspect.signature(hyper_parallel.clip_grad_norm_).parameters:
-            raise NotInThisVersionError("not in this version: clip_grad_norm_(optimizer=)")
         self._parameters = parameters
         self._max_norm = max_norm
         self._optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=True)
 
     def __call__(self) -> torch.Tensor:
-        options: dict[str, Any] = {"optimizer": self._optimizer}
-        return hyper_parallel.clip_grad_norm_(self._parameters, self._max_norm, **options)
+        return hyper_parallel.clip_grad_norm_(
+            self._parameters, self._max_norm, optimizer=self._optimizer
+        )
 
     def step(self) -> None:
         """Take the optimizer's step."""

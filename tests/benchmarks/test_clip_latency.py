@@ -2,10 +2,8 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -17,21 +15,15 @@ from peers import METHODS
 from rank_launcher import RankFailedError, run_ranks
 from shard_sizes import kimi_k2_shards
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "clip_latency.py"
+from tests.commands import output_of
+
 STEPS = {"collect", "measure", "pack", "reduce", "finish", "scale"}
 pytestmark = pytest.mark.simnpu
 
 
 def run(*options, methods=("hyper_parallel", "scalar_hop")):
-    outcome = subprocess.run(
-        [sys.executable, str(SCRIPT), *options, "--methods", *methods, "--repeats", "2"],
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
-    assert outcome.returncode == 0, outcome.stderr
-    return outcome.stdout
+    script = "benchmarks/clip_latency.py"
+    return output_of(script, *options, "--methods", *methods, "--repeats", "2").stdout
 
 
 def rows_of(file):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.commands import ROOT, run_python
+
 SMALL_MODEL = "model: {dim: 16, num_layers: 1, num_heads: 2, mlp_dim: 16, expert_dim: 16}\n"
 STEP_LINE = re.compile(
     r"step +(\d+)/\d+  loss \d+\.\d+  grad norm \S+  clip coef \d\.\d+  \d+ tokens/s"
@@ -25,24 +26,13 @@ def write_config(folder: Path, text: str) -> str:
     return str(path)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-
-
 def test_gloo_trains_on_the_cpu_without_copies(tmp_path):
     text = """
 training: {steps: 3, backend: gloo, batch_size: 1, seq_len: 16}
 accelerator: {ep_size: 2}
 fsdp_config: {dp_shard_size: 2}
 """
-    done = run("hyper_parallel.trainer", write_config(tmp_path, text))
+    done = run_python("-m", "hyper_parallel.trainer", write_config(tmp_path, text))
     assert done.returncode == 0, done.stderr
     assert "simulated" not in done.stdout
     assert STEP_LINE.findall(done.stdout) == [(step, "0", "1", "0", "0") for step in "123"]
@@ -55,7 +45,7 @@ training: {steps: 2, batch_size: 1, seq_len: 16}
 fsdp_config: {dp_shard_size: 2, enable_offload: true}
 """
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
-    done = run(*launcher, "hyper_parallel.trainer", write_config(tmp_path, text))
+    done = run_python("-m", *launcher, "hyper_parallel.trainer", write_config(tmp_path, text))
     assert done.returncode == 0, done.stderr
     assert "simulated" in done.stdout
     assert STEP_LINE.findall(done.stdout) == [(step, "0", "1", "1", "1") for step in "12"]
@@ -85,7 +75,7 @@ fsdp_config: {dp_shard_size: 2, enable_offload: true}
     ],
 )
 def test_config_error_names_the_keys_and_starts_no_rank(tmp_path, text, keys):
-    done = run("hyper_parallel.trainer", write_config(tmp_path, text))
+    done = run_python("-m", "hyper_parallel.trainer", write_config(tmp_path, text))
     assert done.returncode == 2
     assert [key for key in keys if key not in done.stderr] == []
     assert "Traceback" not in done.stderr
@@ -141,7 +131,7 @@ from hyper_parallel.trainer.command_line import run_command
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 print(run_command(lambda: os.kill(os.getpid(), signal.SIGHUP) or 7))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-c", program)
     assert done.stdout == "7\n", done.stderr
 
 
@@ -152,7 +142,7 @@ training: {steps: 6, batch_size: 2, seq_len: 16, lr: 0.01, max_grad_norm: 0.01}
 accelerator: {tp_size: 2, ep_size: 2}
 fsdp_config: {dp_shard_size: 2, enable_offload: true}
 """
-    done = run("hyper_parallel.trainer.demo", write_config(tmp_path, text))
+    done = run_python("-m", "hyper_parallel.trainer.demo", write_config(tmp_path, text))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report.pop("loss_last") < report.pop("loss_first")
@@ -180,7 +170,7 @@ def test_demo_that_does_not_clip_does_not_claim_equality(tmp_path):
 training: {steps: 1, batch_size: 1, seq_len: 16, max_grad_norm: 1.0e+6}
 fsdp_config: {dp_shard_size: 1, enable_offload: true}
 """
-    done = run("hyper_parallel.trainer.demo", write_config(tmp_path, text))
+    done = run_python("-m", "hyper_parallel.trainer.demo", write_config(tmp_path, text))
     assert done.returncode == 1
     assert "not clipped" in done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["offload_equals_resident"] is False

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .lanes import Layout, ShardUnion, Statement, build_layout, describe_ranks, stable_hash
+from .meeting import AgreementError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -37,9 +38,9 @@ def agree(group: ReductionGroup, statement: Statement) -> Layout:
     Ranks: all of the group, together; three small collectives, one or two where nothing is new.
 
     Raises:
-        ValueError: On every rank, if a rank set or a pp group has members outside the group, ranks
-            of one pp group were not all given it, or ranks contradict each other on a tensor that
-            is sharded over a group.
+        AgreementError: On every rank, if a rank set or a pp group has members outside the group,
+            ranks of one pp group were not all given it, or ranks contradict each other on a tensor
+            that is sharded over a group.
     """
     known = set(group.layout.lane_of) if group.layout else set()
     new = _new_sets(statement, known)
@@ -68,7 +69,7 @@ def agree(group: ReductionGroup, statement: Statement) -> Layout:
         lanes |= set(agreed.values())
     outside = {r for rank_set in lanes for r in rank_set} - set(group.ranks)
     if outside:
-        raise ValueError(
+        raise AgreementError(
             f"rank {group.rank}: gradients are sharded over ranks {describe_ranks(outside)}, which "
             f"are not in the group that was given ({describe_ranks(group.ranks)}); pass "
             "group=reduction_group(mesh) for a mesh that holds them all"
@@ -172,7 +173,7 @@ def _agree_on_stages(
     if len(without) == len(stated):
         return None
     if without:
-        raise ValueError(
+        raise AgreementError(
             f"rank(s) {describe_ranks(without)} were given no pp_group, and the others were; all "
             f"ranks of the group ({describe_ranks(group.ranks)}) must pass theirs. No gradient was "
             "changed on any rank"
@@ -182,7 +183,7 @@ def _agree_on_stages(
     for stages in sorted(pipeline):
         outside = set(stages) - by_rank.keys()
         if outside:
-            raise ValueError(
+            raise AgreementError(
                 f"the pp_group of ranks {describe_ranks(stages)} has ranks "
                 f"{describe_ranks(outside)}, which are not in the group that is reduced over "
                 f"({describe_ranks(group.ranks)}); pass a group= that holds the ranks of all "
@@ -190,7 +191,7 @@ def _agree_on_stages(
             )
         for rank in stages:
             if by_rank[rank] != stages:
-                raise ValueError(
+                raise AgreementError(
                     f"the ranks of a pp_group must all pass it: some rank was given the one of "
                     f"ranks {describe_ranks(stages)}, and rank {rank} the one of ranks "
                     f"{describe_ranks(by_rank[rank])}. No gradient was changed on any rank"
@@ -223,7 +224,7 @@ def _resolve_unions(
     for kind, rank_set in sorted({(union.kind, ranks) for union, ranks in resolved.items()}):
         astray = [rank for rank in rank_set if (rank, kind, rank_set) not in seen_by]
         if astray:
-            raise ValueError(
+            raise AgreementError(
                 f"a tensor declared with sharded_over is sharded over ranks "
                 f"{describe_ranks(rank_set)} in all, which rank(s) {describe_ranks(astray)} do not "
                 "come to; every rank that holds a shard must declare the group of its own place "
@@ -236,7 +237,7 @@ def _validate_counterparts(over: RankSet, by_rank: Mapping[int, set[RankSet]]) -
     """Check that each rank of a `sharded_over` group declares the tensor, on one mesh."""
     silent = [rank for rank in over if rank not in by_rank]
     if silent:
-        raise ValueError(
+        raise AgreementError(
             f"a DTensor was declared with sharded_over the group of ranks {describe_ranks(over)}, "
             f"but rank(s) {describe_ranks(silent)} declared none on a mesh of the same shape; all "
             "ranks of that group must, and be in the group that is reduced over. No gradient was "
@@ -244,7 +245,7 @@ def _validate_counterparts(over: RankSet, by_rank: Mapping[int, set[RankSet]]) -
         )
     torn = [rank for rank in over if len(by_rank[rank]) > 1]
     if torn:
-        raise ValueError(
+        raise AgreementError(
             f"DTensors on different meshes of the same shape were declared with sharded_over the "
             f"group of ranks {describe_ranks(over)}, and cannot be told apart (on rank(s) "
             f"{describe_ranks(torn)}); give the meshes' dims names. No gradient was changed on any "

@@ -222,13 +222,14 @@ class Call(NamedTuple):
 def _clip_listed(call: Call, group: dist.ProcessGroup | None, *, reduces: bool) -> torch.Tensor:
     """Clip over `group`, or the default group.
 
-    A list without any DTensor is local, as in torch, unless an argument says that it `reduces`.
+    A list without any DTensor is local, as in torch, unless an argument says that it `reduces`. One
+    that broke off may have had some, and other ranks theirs: all are to hear of it.
     """
     call.scaling.forget()
     if not reduces:
         listed = call.list_parameters()
         call = call._replace(list_parameters=lambda: listed)
-        reduces = listed.has_dtensor()
+        reduces = listed.has_dtensor() or listed.failure is not None
     return clip(resolve_group(group) if reduces else None, call).total_norm
 
 

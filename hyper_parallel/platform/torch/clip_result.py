@@ -56,18 +56,21 @@ class NonfiniteGradient:
 class ClipResult:
     """The outcome of one clip on this rank.
 
+    Norms and the coefficient are 0-dim, of the dtype of `total_norm`. Where a clip ran without the
+    host, as with a `NormReducer` of a model on devices, all are on the accelerator; else all but
+    `total_norm` are on the CPU.
+
     Attributes:
-        total_norm: 0-dim, float32, or float64 if any gradient in the group is; on the CPU if all
-            of this rank's gradients are, else on the accelerator. Equal on all ranks that read the
-            same lanes.
-            Where a clip ran without the host, as with a `NormReducer` of a model on devices, it is
-            on the accelerator, and so are the other norms and the coefficient.
-        clip_coef: 0-dim on the CPU, same dtype: what the gradients were multiplied by, or what the
-            step of `optimizer=` is to scale them by.
-        local_norm: 0-dim on the CPU, same dtype: the norm of this rank's own shards.
+        total_norm: float32, or float64 if any gradient in the group is; on the CPU if all of this
+            rank's gradients are, else on the accelerator. Equal on all ranks that read the same
+            lanes.
+        clip_coef: What the gradients were multiplied by, or what the step of `optimizer=` is to
+            scale them by.
+        local_norm: The norm of this rank's own shards, without Partial gradients, of which it has
+            addends only.
         norms_by_rank_set: The norm over each rank set that contains this rank or a peer in its
-            pp_group, 0-dim on the CPU. Under `()` that of the gradients that this rank holds whole,
-            if there are any; with a pp_group those are under the group's ranks, of all stages.
+            pp_group. Under `()` that of the gradients that this rank holds whole, if there are any;
+            with a pp_group those are under the group's ranks, of all stages.
         nonfinite: This rank's gradients with NaN or infinite elements.
         replica_spread: Where a DTensor's own mesh has replicated dims, the largest relative
             difference of the norms of its copies, as far as this rank has gradients of them and no

@@ -176,8 +176,7 @@ class Declarations:
                 "replicated over them"
             )
         distinct = reach.rank_set
-        if isinstance(distinct, ShardUnion):
-            raise TypeError("expected a reach that is not placed yet")
+        assert not isinstance(distinct, ShardUnion)  # noqa: S101 - of a reach not placed yet
         if both := _other_ranks(copied, distinct):
             return (
                 f"is declared replicated over ranks {describe_ranks(both)}, but its DTensor is "
@@ -215,7 +214,7 @@ class _RanksOf:
 
 
 def _ranks(argument: str, group: dist.ProcessGroup) -> RankSet:
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         raise ValueError(f"{argument} was given, but torch.distributed is not initialized")
     if dist.get_rank(group) < 0:
         raise ValueError(

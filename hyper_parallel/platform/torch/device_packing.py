@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceLanes", "pack_on_device"]
 
-# Half of it: the host votes for its own half (local_norms).
+# Half of it: the host votes for its own half (local_gradients).
 _HUGE_SUM = torch.finfo(torch.float32).max ** 2 / 2
 
 

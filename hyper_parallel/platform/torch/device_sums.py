@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from .chunks import DEVICE_CHUNK_NUMEL
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -27,8 +29,6 @@ _FRACTIONS = {
     torch.bfloat16: (0x7F, 0x7FFF),
     torch.float16: (0x3FF, 0x7FFF),
 }
-# As in partial_norms; and the place of an element in a chunk fits an int32.
-_CHUNK_NUMEL = 1 << 22
 
 
 class SampledPlaces(NamedTuple):
@@ -61,7 +61,8 @@ class SamplePlan:
 
     Attributes:
         numels: As passed.
-        chunks: Pieces of shards in the buffer, of at most 4 Mi elements.
+        chunks: Pieces of shards in the buffer, of at most `DEVICE_CHUNK_NUMEL` elements, so that a
+            place in one fits an int32.
         chunk_starts: [2 * num_chunks] int64, device: where they start, twice.
         sampled: [num_fixed] int64, device: places in the buffer of elements always looked at.
         samples: int32, pinned: bits of those; bits of each chunk's largest element, then of each
@@ -78,9 +79,9 @@ class SamplePlan:
         of_shard: list[tuple[int, range, range]] = []
         start = 0
         for padded_numel, numel in numels:
-            own = range(start, start + numel, _CHUNK_NUMEL)
+            own = range(start, start + numel, DEVICE_CHUNK_NUMEL)
             of_shard.append((start, own, range(len(self.chunks), len(self.chunks) + len(own))))
-            self.chunks += [slice(i, min(i + _CHUNK_NUMEL, start + numel)) for i in own]
+            self.chunks += [slice(i, min(i + DEVICE_CHUNK_NUMEL, start + numel)) for i in own]
             fixed.append(sorted({0, numel // 2, numel - 1}) if numel else [])
             start += padded_numel
         num_fixed, num_telling = sum(map(len, fixed)), 2 * len(self.chunks)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 
 from .lanes import describe_ranks
-from .meeting import RanksMissingError, report_failure
+from .meeting import AgreementError, RanksMissingError, report_failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,12 +72,12 @@ def collectives_of(group: ReductionGroup) -> Iterator[None]:
     """Guard collectives: one that fails makes the group's ranks meet and agree anew.
 
     Raises:
-        ValueError: As it comes: all ranks decided it alike.
+        AgreementError: As it comes: all ranks decided it alike.
         RuntimeError: For whatever else fails, with the ranks at fault as far as they can be told.
     """
     try:
         yield
-    except ValueError:
+    except AgreementError:
         raise
     except Exception as error:
         cause = _summary(error) or ""

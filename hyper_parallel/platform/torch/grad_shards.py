@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .lanes import LaneKey
     from .parameter_list import ParameterList
 
-__all__ = ["GradShard", "GradShards", "collect_grad_shards", "foretell_grad_shards"]
+__all__ = ["WIDE_DTYPES", "GradShard", "GradShards", "collect_grad_shards", "foretell_grad_shards"]
 
 _DTYPES = frozenset(
     (
@@ -40,6 +40,8 @@ _DTYPES = frozenset(
         torch.complex128,
     )
 )
+WIDE_DTYPES = frozenset((torch.float64, torch.complex128))
+"""Of gradients whose norm is float64."""
 
 # Parameters looked at together: their objects stay in the second-level cache from one question
 # that is asked of all to the next.

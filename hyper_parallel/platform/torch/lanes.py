@@ -17,6 +17,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from .wire_format import NUM_CALL_KINDS
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
@@ -39,7 +41,7 @@ UNSHARDED: RankSet = ()
 UNCOUNTED: RankSet = (-1,)
 """Stands for the rank set of a copy that another rank counts. It has no lane."""
 
-_MOST_PIPELINES = 3  # wire_format.NUM_CALL_KINDS, less the call without any
+_MOST_PIPELINES = NUM_CALL_KINDS - 1  # less the call without any
 
 
 class ShardUnion(NamedTuple):

@@ -20,11 +20,18 @@ if TYPE_CHECKING:
     from .reduction_groups import ReductionGroup
     from .torch_private import KeyValueStore
 
-__all__ = ["RanksMissingError", "meet", "report_failure"]
+__all__ = ["AgreementError", "RanksMissingError", "meet", "report_failure"]
 
 _logger = logging.getLogger("hyper_parallel")
 _patience = timedelta(seconds=5)
 _num_met: dict[str, int] = {}
+
+
+class AgreementError(ValueError):
+    """What all ranks of a group have decided alike, from what all of them know, and all raise.
+
+    A plain ValueError may be one rank's own; the others would wait for it.
+    """
 
 
 class RanksMissingError(RuntimeError):
@@ -38,15 +45,21 @@ def meet(group: ReductionGroup) -> None:
 
     Raises:
         RanksMissingError: At the group's timeout, naming the ranks that did not come.
-        ValueError: On every rank, if they found different kinds of devices to reduce on.
+        AgreementError: On every rank, if they found different kinds of devices to reduce on, or one
+            of them none.
     """
     if "fake" in dist.get_backend_config(group.group):
         return  # a dry run of one rank, whose store has nothing to tell
     store = group_store(group.group)
-    timeout = group_timeout(group.group, group.device)
+    timeout = _timeout(group)
     prefix = _prefix(group)
     keys = {rank: f"{prefix}/{rank}" for rank in group.ranks}
-    device_key = f"{prefix}/{group.device.type}"
+    fault: ValueError | None = None
+    try:
+        device_type = group.device.type
+    except ValueError as error:  # the others are to hear of it
+        device_type, fault = "none", error
+    device_key = f"{prefix}/{device_type}"
 
     start = time.monotonic()
     if store.add(keys[group.rank], 1) == 1:
@@ -71,10 +84,12 @@ def meet(group: ReductionGroup) -> None:
             )
     name = group.group.group_name
     _num_met[name] = _num_met.get(name, 0) + 1
+    if fault is not None:
+        raise AgreementError(str(fault)) from fault
     if store.add(device_key, 0) != group.size:
-        raise ValueError(
-            f"rank {group.rank}: it would reduce on {group.device.type}, and other ranks of the "
-            "group on another kind of device; make the accelerator available on all of them"
+        raise AgreementError(
+            f"rank {group.rank}: it would reduce on {device_type}, and other ranks of the group on "
+            "another kind of device, or on none; make the accelerator available on all of them"
         )
 
 
@@ -91,7 +106,7 @@ def report_failure(group: ReductionGroup, cause: str) -> list[str]:
         return []
     try:
         store = group_store(group.group)
-        patience = min(_patience, group_timeout(group.group, group.device) / 2)
+        patience = min(_patience, _timeout(group) / 2)
         prefix = f"{_prefix(group)}/failed"
         keys = {rank: f"{prefix}/{rank}" for rank in group.ranks}
         store.set(keys[group.rank], cause)
@@ -114,6 +129,13 @@ def report_failure(group: ReductionGroup, cause: str) -> list[str]:
     except RuntimeError as error:  # the store may have died with the rank that kept it
         return [f"the ranks at fault cannot be named, since the store does not answer: {error}"]
     return told
+
+
+def _timeout(group: ReductionGroup) -> timedelta:
+    try:
+        return group_timeout(group.group, group.device)
+    except ValueError:  # it has no device that can be used here
+        return group_store(group.group).timeout
 
 
 def _prefix(group: ReductionGroup) -> str:

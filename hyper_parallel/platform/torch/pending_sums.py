@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from .chunks import DEVICE_CHUNK_NUMEL
 from .clip_result import Copies
+from .grad_shards import WIDE_DTYPES
+from .meeting import AgreementError
 from .partial_norms import measure
 from .torch_private import reduce_scatter_sum
 
@@ -27,9 +30,6 @@ if TYPE_CHECKING:
     from .wire_format import PartialNorm
 
 __all__ = ["measure_pending"]
-
-# Elements added up at a time over all ranks: 16 MiB as float32.
-_CHUNK_NUMEL = 1 << 22
 
 
 class _Pending(NamedTuple):
@@ -87,7 +87,7 @@ def measure_pending(
     Ranks: all of the group.
 
     Raises:
-        ValueError: On every rank, if ranks of one sum disagree on a gradient's size or kind.
+        AgreementError: On every rank, if ranks of one sum disagree on a gradient's size or kind.
     """
     own = {_describe(shard, layout): shard.local for shard in shards}
     rows = group.gather_ints([field for pending in own for field in pending])
@@ -117,7 +117,7 @@ def _describe(shard: GradShard, layout: Layout) -> _Pending:
         total_lane=_lane_of(shard.rank_set, layout),
         numel=shard.local.numel(),
         is_average=int(shard.pending.op == "avg"),
-        wide=int(shard.local.dtype in (torch.float64, torch.complex128)),
+        wide=int(shard.local.dtype in WIDE_DTYPES),
         is_complex=int(shard.local.is_complex()),
     )
 
@@ -144,14 +144,14 @@ def _validate_agreement(everywhere: Sequence[_Pending]) -> None:
     list_keys: dict[int, set[int]] = {}
     for one, other in itertools.pairwise(everywhere):
         if one[:2] == other[:2] and one.list_key == other.list_key:
-            raise ValueError(
+            raise AgreementError(
                 f"a Partial gradient differs between the ranks of its sum: {one.numel} {one.dtype} "
                 f"elements here, {other.numel} {other.dtype} elements there" + remedy
             )
     for pending in everywhere:
         list_keys.setdefault(pending.sum_lane, set()).add(pending.list_key)
     if any(len(keys) > 1 for keys in list_keys.values()):
-        raise ValueError("ranks list other parameters beside their Partial gradients" + remedy)
+        raise AgreementError("ranks list other parameters beside their Partial gradients" + remedy)
 
 
 def _slices(
@@ -164,7 +164,7 @@ def _slices(
     flat: torch.Tensor | None = None
     with failure:
         flat = None if local is None else local.reshape(-1)
-    widest = max(1, _CHUNK_NUMEL // group.size)
+    widest = max(1, DEVICE_CHUNK_NUMEL // group.size)
     for start in range(0, pending.numel, widest * group.size):
         numel = min(widest * group.size, pending.numel - start)
         share = -(-numel // group.size)

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from .clip_result import Copies
+from .lanes import describe_ranks
+from .meeting import AgreementError
 from .torch_private import all_gather_rows
 
 if TYPE_CHECKING:
@@ -135,7 +137,7 @@ def resolve_group(group: dist.ProcessGroup | None) -> ReductionGroup | None:
     Raises:
         ValueError: If this rank is not in `group`, or no backend of it can be used.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         if group is None:
             return None
         raise ValueError("group= was given, but torch.distributed is not initialized")
@@ -166,7 +168,8 @@ def reduction_group(mesh: DeviceMesh | None) -> dist.ProcessGroup:
     Ranks: all of the default group, since making a group asks all of them.
 
     Raises:
-        ValueError: If torch.distributed is not initialized.
+        ValueError: If torch.distributed is not initialized; on every rank, if one passes a mesh
+            that it is not part of.
     """
     if not dist.is_initialized():
         raise ValueError("reduction_group(mesh) needs torch.distributed to be initialized")
@@ -175,9 +178,16 @@ def reduction_group(mesh: DeviceMesh | None) -> dist.ProcessGroup:
     if world is None:
         return default
     own = tuple(sorted(mesh.mesh.flatten().tolist())) if mesh is not None else ()
+    passed = [tuple(row) for row in world.gather_ints(own)]
+    strangers = [rank for rank, ranks in enumerate(passed) if ranks and rank not in ranks]
+    if strangers:
+        raise AgreementError(
+            f"rank(s) {describe_ranks(strangers)} are not part of the mesh that they passed; pass "
+            "the one that this rank's own model is sharded over, or None on a rank that trains none"
+        )
     made = {
         ranks: dist.new_group(list(ranks))
-        for ranks in sorted({tuple(row) for row in world.gather_ints(own)})
+        for ranks in sorted(set(passed))
         if ranks and len(ranks) < world.size
     }
     mine: dist.ProcessGroup = made.get(own, default)

@@ -1,5 +1,7 @@
 """What we use of FSDP2 beyond its public methods: with `torch_private` the only such place.
 
+Imported as soon as a model is attached, not before: clips need none of it.
+
 Read in torch 2.13 (`torch/distributed/fsdp/_fully_shard`), where a module may have several groups
 of parameters, and in 2.9, where it has one.
 """
@@ -8,13 +10,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.autograd import Variable
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +22,36 @@ if TYPE_CHECKING:
 __all__ = ["FsdpGroup", "FsdpParameter", "call_after_backward", "fsdp_groups"]
 
 Hook = Callable[[torch.Tensor], None]
+
+
+class _Private(NamedTuple):
+    """Private names of FSDP2."""
+
+    get_divide_factors: Callable[..., Any]
+    shards: type
+    replicates: type
+
+    @classmethod
+    @functools.cache
+    def imported(cls) -> _Private:
+        """Import them.
+
+        Raises:
+            RuntimeError: If this torch has other ones.
+        """
+        try:
+            from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
+
+            return cls(
+                _fsdp_collectives._get_gradient_divide_factors,  # noqa: SLF001
+                _fsdp_common.FSDPMeshInfo,
+                _fsdp_common.DDPMeshInfo,
+            )
+        except (ImportError, AttributeError) as error:
+            raise RuntimeError(
+                f"NormBeforeOffload does not know the FSDP2 of torch {torch.__version__} "
+                f"({error}); leave it out, and clips read the gradients in host memory"
+            ) from error
 
 
 class FsdpParameter:
@@ -59,6 +89,7 @@ class FsdpGroup:
         self.name = name
         self._module = module
         self._group = group
+        self._private = _Private.imported()
 
     @functools.cached_property
     def parameters(self) -> list[FsdpParameter]:
@@ -95,10 +126,11 @@ class FsdpGroup:
         Divided in place and then cast, both only where it is to be (`foreach_reduce`).
         """
         group = self._group
-        mesh = group.mesh_info
-        factors = _fsdp_collectives._get_gradient_divide_factors(  # noqa: SLF001
-            group._reduce_scatter_process_group if isinstance(mesh, FSDPMeshInfo) else None,  # noqa: SLF001
-            group._all_reduce_process_group if isinstance(mesh, DDPMeshInfo) else None,  # noqa: SLF001
+        mesh, private = group.mesh_info, self._private
+        shards, replicates = isinstance(mesh, private.shards), isinstance(mesh, private.replicates)
+        factors = private.get_divide_factors(
+            group._reduce_scatter_process_group if shards else None,  # noqa: SLF001
+            group._all_reduce_process_group if replicates else None,  # noqa: SLF001
             buffer.dtype,
             group.device.type,
             group.gradient_divide_factor,

@@ -243,15 +243,17 @@ def test_extreme_orders_do_not_fail_on_one_rank(p):
     assert run_ranks(rank_main, 4) == [math.inf, math.inf, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("how", ["group", "dtensor-seen"])
+@pytest.mark.parametrize("how", ["group", "dtensor-seen", "nothing-seen"])
 def test_iterable_that_raises_on_one_rank_is_raised_by_all(how):
     def rank_main(rank):
         param = dense("gloo")
 
         def listing():
-            yield param
+            if how != "nothing-seen":
+                yield param
             if rank == 1:
                 raise KeyError("listing broke")
+            yield param
 
         group = dist.group.WORLD if how == "group" else None
         norm = clip_grad_norm_([param], math.inf).item()
@@ -260,6 +262,17 @@ def test_iterable_that_raises_on_one_rank_is_raised_by_all(how):
         assert clip_grad_norm_([param], math.inf).item() == norm
 
     run_ranks(rank_main, 4)
+
+
+def test_iterable_that_raises_where_nobody_else_is_raises_its_own_error():
+    def listing():
+        yield from ()
+        raise KeyError("listing broke")
+
+    with pytest.raises(KeyError, match="listing broke"):
+        clip_grad_norm_(listing(), 1.0)
+    with pytest.raises(KeyError, match="listing broke"):
+        get_total_norm(listing())
 
 
 def test_error_whose_message_cannot_be_printed_does_not_hang_the_others():

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 from hyper_parallel import NormReducer, clip_grad_norm_, get_total_norm, reduction_group
-from hyper_parallel.platform.torch import meeting
+from hyper_parallel.platform.torch import meeting, reduction_groups
 from hyper_parallel.platform.torch.clip_result import Copies
+from hyper_parallel.platform.torch.staging_buffer import StagingBuffer
 from tests.clipping import error_of
 from tests.ranks import HOST_AND_NPU, run_ranks
-from tests.sharding import both, dense, expert, mesh_of, parameter
+from tests.sharding import both, dense, expert, groupless_mesh, mesh_of, parameter
 
 
 @both
@@ -220,6 +221,20 @@ def test_reduction_group_of_a_mesh_over_all_ranks_is_the_default_group():
     assert run_ranks(rank_main, 4) == [True] * 4
 
 
+def test_reduction_group_of_a_mesh_without_this_rank_is_an_error_on_all():
+    """It was torch's marker for a group that one is not in, which fails later and elsewhere."""
+
+    def rank_main(rank):
+        mesh = groupless_mesh("cpu", (2,), range(2, 4))
+        with pytest.raises(ValueError, match="not part of the mesh") as raised:
+            reduction_group(None if rank == 0 else mesh)
+        return str(raised.value)
+
+    messages = run_ranks(rank_main, 4)
+    assert len(set(messages)) == 1
+    assert "rank(s) 1 are not part" in messages[0]
+
+
 def test_reduction_group_needs_torch_distributed():
     with pytest.raises(ValueError, match="initialized"):
         reduction_group(None)
@@ -330,3 +345,43 @@ def test_ranks_on_different_kinds_of_devices_are_told_at_the_first_meeting():
             meeting.meet(group)
 
     run_ranks(rank_main, 2)
+
+
+def test_rank_without_a_usable_device_is_told_to_all_at_the_first_meeting():
+    """It raised alone, and the others waited for it until the timeout."""
+
+    def rank_main(rank):
+        if rank == 1:
+
+            def fail(group):
+                raise ValueError("no backend of the group can be used here")
+
+            reduction_groups._resolve_device = fail
+        error = error_of([dense("gloo")], 1.0)
+        assert isinstance(error, ValueError)
+        return str(error)
+
+    others, own, *_ = run_ranks(rank_main, 4, timeout_s=8)
+    assert "no backend of the group can be used here" in own
+    assert "another kind of device, or on none" in others
+
+
+def test_value_error_of_one_rank_in_a_collective_is_not_taken_for_that_of_all():
+    """Such as int(nan): it came out bare, as if all ranks had decided it."""
+
+    def rank_main(rank):
+        params = [dense("gloo")]
+        clip_grad_norm_(params, math.inf)
+        if rank == 1:
+
+            def fail(*args):
+                raise ValueError("cannot convert float NaN to integer")
+
+            StagingBuffer.reduce = fail
+        error = error_of(params, 1.0)
+        assert isinstance(error, RuntimeError)
+        return str(error)
+
+    for rank, message in enumerate(run_ranks(rank_main, 4, group_timeout_s=2)):
+        assert f"rank {rank}: the reduction of the gradient norm failed" in message
+        assert "ValueError: cannot convert float NaN" in message or rank == 1

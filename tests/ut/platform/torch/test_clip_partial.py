@@ -38,6 +38,18 @@ def test_partial_gradients_that_differ_in_size_are_refused_by_all():
     assert "4 torch.float32 elements" in messages[0]
 
 
+def test_local_norm_leaves_partial_gradients_out():
+    def rank_main(rank):
+        mesh = mesh_of("gloo", (2,))
+        summed = parameter_of_shard(torch.tensor([6.0, 4.0]), mesh, [Partial()])
+        plain = parameter(torch.tensor([3.0, 4.0]))
+        result = NormReducer().clip_([summed, plain], math.inf)
+        return result.local_norm.item(), result.total_norm.item()
+
+    whole = math.sqrt(12**2 + 8**2 + 5**2)
+    assert run_ranks(rank_main, 2) == [(5.0, pytest.approx(whole, rel=1e-7))] * 2
+
+
 def test_partial_gradients_beside_other_parameters_are_matched_by_name_or_refused():
     """By place they would be added to one another's: 0 where 8 is right."""
 
@@ -188,7 +200,7 @@ def test_one_reduce_scatter_per_chunk_of_a_partial_gradient(backend):
     sizes = [0, 1, 3, 4, 5, 63, 64, 65, 200]
 
     def rank_main(rank):
-        pending_sums._CHUNK_NUMEL = 64
+        pending_sums.DEVICE_CHUNK_NUMEL = 64
         scatter = pending_sums.reduce_scatter_sum
         results = []
         for numel in sizes:
@@ -214,7 +226,7 @@ def test_partial_gradient_needs_device_memory_for_a_chunk_only():
     from hyper_parallel.testing import simnpu
 
     def rank_main(rank):
-        pending_sums._CHUNK_NUMEL = 1 << 14
+        pending_sums.DEVICE_CHUNK_NUMEL = 1 << 14
         param = parameter_of_shard(torch.ones(1 << 20), mesh_of("hccl", (4,)), [Partial()])
         clip_grad_norm_([param], math.inf)
         simnpu.reset_counters()

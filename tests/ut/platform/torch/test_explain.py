@@ -1,9 +1,5 @@
 """The layout as a table: of a reducer, and of a configuration without training."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -11,10 +7,11 @@ from torch.distributed.tensor import Replicate, Shard
 from hyper_parallel import NormReducer
 from hyper_parallel.explain import explain
 from hyper_parallel.trainer.config import parse_config
+from tests.commands import ROOT, output_of, run_python
 from tests.ranks import run_ranks
 from tests.sharding import both, mesh_of, parameter
 
-CONFIGS = sorted((Path(__file__).parents[4] / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 def row_of(table, ranks):
@@ -65,8 +62,7 @@ def test_reducer_without_ranks_explains_itself():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configurations_are_explained_without_training(path):
-    command = [sys.executable, "-m", "hyper_parallel.explain", str(path)]
-    table = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    table = output_of("-m", "hyper_parallel.explain", path).stdout
     assert "kernels:  " in table
     numbers = {
         "text_moe_fsdp2_gloo": {"0-1": "35"},
@@ -83,8 +79,7 @@ def test_configurations_are_explained_without_training(path):
 def test_wrong_configuration_is_told_in_words(tmp_path):
     path = tmp_path / "wrong.yaml"
     path.write_text("accelerator: {ep_sise: 2}\n")
-    command = [sys.executable, "-m", "hyper_parallel.explain", str(path)]
-    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    run = run_python("-m", "hyper_parallel.explain", path)
     assert run.returncode == 2
     assert "did you mean ep_size" in run.stderr
 

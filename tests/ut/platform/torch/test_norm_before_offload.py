@@ -95,7 +95,7 @@ def test_shards_of_several_chunks(monkeypatch):
     from hyper_parallel.platform.torch import device_sums
 
     def rank_main(rank):
-        monkeypatch.setattr(device_sums, "_CHUNK_NUMEL", 100)
+        monkeypatch.setattr(device_sums, "DEVICE_CHUNK_NUMEL", 100)
         torch.manual_seed(0)
         model = offloaded(nn.Linear(13, 101))
         early = NormBeforeOffload(model)

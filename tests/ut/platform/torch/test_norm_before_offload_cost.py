@@ -51,6 +51,10 @@ def test_clip_costs_one_reduce_and_backward_one_asynchronous_copy_a_group():
         assert with_hook["h2d"] == without["h2d"]
         assert with_hook["d2h"] == without["d2h"] + groups
         assert with_hook["d2h_async"] == without["d2h_async"] + groups
+        # Of each shard: three fixed elements, bits and places of two telling ones; int32.
+        sizes = [p.grad.to_local().numel() for p in model.parameters()]
+        samples_bytes = sum(4 * (min(size, 3) + 4) for size in sizes if size)
+        assert with_hook["d2h_bytes"] == without["d2h_bytes"] + samples_bytes
         assert with_hook["early_rewrites"] == 0
         one_pass = sum(p.grad.to_local().nbytes for p in model.parameters())
         assert [clip[:2] for clip in clips] == [

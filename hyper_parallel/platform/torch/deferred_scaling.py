@@ -17,6 +17,7 @@ from .clip_request import ClipRequest
 from .clip_result import Copies
 from .early_norms import outdate
 from .failure import join_some
+from .grad_shards import WIDE_DTYPES
 from .next_step import (
     forget,
     names_of,
@@ -36,7 +37,6 @@ __all__ = ["Scaling"]
 
 # Of `clip_grads_with_norm_`.
 _SCALING_ASKED = ClipRequest(0.0, 2.0, error_if_nonfinite=False)
-_WIDE = frozenset((torch.float64, torch.complex128))
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Scaling:
         if not takes_grad_scale(self.optimizer) or _is_sgd_of_dtensors(self.optimizer):
             raise TypeError(_why_not(self.optimizer))
         _validate_parameters(self.optimizer, listed, shards)
-        if not _WIDE.isdisjoint(shards.dtypes):
+        if not WIDE_DTYPES.isdisjoint(shards.dtypes):
             raise TypeError(
                 "optimizer= scales in float32, but there are float64 gradients; clip without "
                 "optimizer="

@@ -6,8 +6,6 @@ import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from .clip_request import NOTHING_ASKED, ClipRequest
 from .clip_result import Copies, NonfiniteGradient
 from .declarations import NOTHING_DECLARED, Declarations
@@ -15,7 +13,7 @@ from .early_norms import EarlySums, none_for
 from .early_norms import find as find_early_norms
 from .failure import LocalFailure
 from .finish import LaneTotal, may_overflow, sum_totals
-from .grad_shards import GradShards
+from .grad_shards import WIDE_DTYPES, GradShards
 from .lanes import UNCOUNTED, LaneKey
 from .parameter_list import ParameterList
 from .partial_norms import measure
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
     from .reduction_groups import ReductionGroup
 
 __all__ = ["LocalGradients"]
-
-_WIDE = frozenset((torch.float64, torch.complex128))
 
 
 @dataclass
@@ -175,6 +171,6 @@ class LocalGradients:
         return Votes(
             huge=may_overflow(self.own_total(wire), wire.norm_type, share * wire.group_size),
             nonfinite=any(partial.is_nonfinite for partial in partials),
-            float64_gradient=not _WIDE.isdisjoint(self.shards.dtypes),
+            float64_gradient=not WIDE_DTYPES.isdisjoint(self.shards.dtypes),
             partial_gradient=bool(self.shards.pending),
         )

@@ -10,18 +10,12 @@ import pytest
 import torch
 
 import hyper_parallel as hp
-from hyper_parallel.testing import simnpu, triton_interpreter
-from tests.ranks import run_ranks
+from hyper_parallel.testing import simnpu
+from tests.ranks import HOST_AND_NPU, run_ranks
 from tests.sharding import Replicate, Shard, local_grad, mesh_of, parameter
-from tests.ut.platform.torch.test_clip_frozen import BACKEND, Model, local_grads
+from tests.ut.platform.torch.test_clip_frozen import Model, local_grads
 
-pytestmark = [
-    pytest.mark.simnpu,
-    pytest.mark.triton,
-    pytest.mark.skipif(
-        not triton_interpreter.is_wanted(), reason="Triton is not installed: make setup"
-    ),
-]
+pytestmark = [pytest.mark.simnpu, pytest.mark.triton]
 
 # Of four. A hang would outlast it.
 ODD_RANKS = [(1,), (0, 2, 3)]
@@ -103,7 +97,7 @@ def test_frozen_clips_that_differ_have_no_norm_and_change_nothing(norm_type, odd
         odd,
         cases,
         common,
-        backend=BACKEND,
+        backend=HOST_AND_NPU,
         timeout_s=TIMEOUT_S,
     )
     assert all(norm > 0 and norm == rows[0][0] for row in rows for norm in row)
@@ -119,7 +113,7 @@ def test_clips_through_the_host_among_frozen_ones_raise_and_change_nothing(norm_
         odd,
         cases,
         common,
-        backend=BACKEND,
+        backend=HOST_AND_NPU,
         timeout_s=TIMEOUT_S,
     )
     assert all(norm > 0 and norm == rows[0][0] for row in rows for norm in row)
@@ -146,7 +140,7 @@ def differ_in_the_reducer(rank: int) -> None:
 
 
 def test_other_ways_to_go_through_the_host_raise_too():
-    run_ranks(differ_in_the_reducer, 4, backend=BACKEND, timeout_s=TIMEOUT_S)
+    run_ranks(differ_in_the_reducer, 4, backend=HOST_AND_NPU, timeout_s=TIMEOUT_S)
 
 
 def nan_and_error(rank: int) -> None:
@@ -163,7 +157,7 @@ def nan_and_error(rank: int) -> None:
 
 
 def test_rank_through_the_host_starts_no_gather_that_frozen_ones_would_not_join():
-    run_ranks(nan_and_error, 4, backend=BACKEND, timeout_s=TIMEOUT_S)
+    run_ranks(nan_and_error, 4, backend=HOST_AND_NPU, timeout_s=TIMEOUT_S)
 
 
 def grown_layout(rank: int) -> None:
@@ -182,4 +176,4 @@ def grown_layout(rank: int) -> None:
 
 
 def test_buffers_are_of_one_size_after_the_groups_layout_has_grown():
-    run_ranks(grown_layout, 4, backend=BACKEND, timeout_s=TIMEOUT_S)
+    run_ranks(grown_layout, 4, backend=HOST_AND_NPU, timeout_s=TIMEOUT_S)

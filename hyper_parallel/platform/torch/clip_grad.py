@@ -33,7 +33,7 @@ from .lanes import UNSHARDED, RankSet
 from .local_gradients import LocalGradients
 from .norm_reducer import Contribution, ReducedLanes, reduce_lanes
 from .parameter_list import ParameterList
-from .reduction_groups import ReductionGroup, resolve_group
+from .reduction_groups import ReductionGroup, default_group_reduces, resolve_group
 from .replica_spread import families_of
 from .torch_private import not_compiled
 from .wire_format import PartialNorm, Votes, WireFormat
@@ -223,13 +223,13 @@ def _clip_listed(call: Call, group: dist.ProcessGroup | None, *, reduces: bool) 
     """Clip over `group`, or the default group.
 
     A list without any DTensor is local, as in torch, unless an argument says that it `reduces`. One
-    that broke off may have had some, and other ranks theirs: all are to hear of it.
+    that broke off may have had some where such lists were clipped before: all are to hear of it.
     """
     call.scaling.forget()
     if not reduces:
         listed = call.list_parameters()
         call = call._replace(list_parameters=lambda: listed)
-        reduces = listed.has_dtensor() or listed.failure is not None
+        reduces = listed.has_dtensor() or (listed.failure is not None and default_group_reduces())
     return clip(resolve_group(group) if reduces else None, call).total_norm
 
 

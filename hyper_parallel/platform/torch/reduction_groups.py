@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .lanes import Layout
     from .staging_buffer import StagingBuffer
 
-__all__ = ["ReductionGroup", "reduction_group", "resolve_group"]
+__all__ = ["ReductionGroup", "default_group_reduces", "reduction_group", "resolve_group"]
 
 _MANY_DEVICES = ("gloo", "mpi", "ucc")
 
@@ -152,6 +152,12 @@ def resolve_group(group: dist.ProcessGroup | None) -> ReductionGroup | None:
     if process_group not in _groups:
         _groups[process_group] = ReductionGroup(process_group)
     return _groups[process_group]
+
+
+def default_group_reduces() -> bool:
+    """Tell whether gradients were clipped over the default group before."""
+    group = _groups.get(_default_group()) if dist.is_initialized() else None
+    return group is not None and group.layout is not None
 
 
 def reduction_group(mesh: DeviceMesh | None) -> dist.ProcessGroup:

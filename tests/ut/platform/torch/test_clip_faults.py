@@ -5,7 +5,6 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 
@@ -241,38 +240,6 @@ def test_extreme_orders_do_not_fail_on_one_rank(p):
         return clip_grad_norm_([param], math.inf, p).item()
 
     assert run_ranks(rank_main, 4) == [math.inf, math.inf, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("how", ["group", "dtensor-seen", "nothing-seen"])
-def test_iterable_that_raises_on_one_rank_is_raised_by_all(how):
-    def rank_main(rank):
-        param = dense("gloo")
-
-        def listing():
-            if how != "nothing-seen":
-                yield param
-            if rank == 1:
-                raise KeyError("listing broke")
-            yield param
-
-        group = dist.group.WORLD if how == "group" else None
-        norm = clip_grad_norm_([param], math.inf).item()
-        with pytest.raises(RuntimeError, match="rank 1: KeyError: 'listing broke'"):
-            clip_grad_norm_(listing(), 1.0, group=group)
-        assert clip_grad_norm_([param], math.inf).item() == norm
-
-    run_ranks(rank_main, 4)
-
-
-def test_iterable_that_raises_where_nobody_else_is_raises_its_own_error():
-    def listing():
-        yield from ()
-        raise KeyError("listing broke")
-
-    with pytest.raises(KeyError, match="listing broke"):
-        clip_grad_norm_(listing(), 1.0)
-    with pytest.raises(KeyError, match="listing broke"):
-        get_total_norm(listing())
 
 
 def test_error_whose_message_cannot_be_printed_does_not_hang_the_others():
